@@ -1,0 +1,1 @@
+"""Ops of moe_ep, installed as `moe_ep.kernels`. Nothing happens on import."""

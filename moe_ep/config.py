@@ -1,0 +1,253 @@
+"""Typed configuration and its validation. Plain values only: nothing here runs, allocates or imports torch.distributed.
+
+`from_mapping` turns a table (of a TOML file or keyword arguments) into one of these dataclasses and refuses unknown keys,
+wrong types and values outside a closed choice, naming what would be valid. Recipes use it for their own sections.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, TypeVar
+
+from .errors import RecipeError
+
+RouterName = Literal["softmax", "sigmoid", "grouped"]
+Weighting = Literal["output", "activation"]
+AuxLevel = Literal["batch", "sequence", "none"]
+Kernels = Literal["auto", "cuda", "torch"]
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+C = TypeVar("C")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DispatchConfig:
+    """What a dispatcher needs to know; equal on every rank of its group (checked at construction).
+
+    Attributes:
+        name: a registered dispatcher.
+        num_experts: E over all ranks; must be divisible by the group's size.
+        top_k: K.
+        hidden_size: H.
+        dtype: dtype of x, one of DTYPES.
+        max_tokens: most tokens of one rank's micro-batch, or None where the back end needs no bound.
+        router: which router makes the routing ("grouped" promises column j's expert to lie in group j).
+        num_groups: expert groups of the grouped router, else 0.
+        capacity_factor: rows = factor x balanced rows, without a host sync; None: counts are read by the host.
+        num_sms: SMs that a GPU back end may use, None for its default.
+        options: further back-end keys, as sorted (key, value) pairs.
+    """
+
+    name: str
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    dtype: str = "float32"
+    max_tokens: int | None = None
+    router: str = "softmax"
+    num_groups: int = 0
+    capacity_factor: float | None = None
+    num_sms: int | None = None
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MoEConfig:
+    """One MoE layer. Every field but the sizes has the default that a recipe's `[moe]` section has.
+
+    Attributes:
+        hidden_size, expert_intermediate_size, num_experts, top_k: H, I, E, K.
+        num_shared_experts: experts that every token visits (0: none); together they are one SwiGLU of
+            `num_shared_experts * shared_intermediate_size`.
+        shared_intermediate_size: inner size of one shared expert.
+        shared_expert_gate: scale the shared experts' output by sigmoid(x . w), w in R^H.
+        dtype: parameter and activation dtype; the router always computes in float32.
+        max_tokens: most tokens of one rank's micro-batch (None: unbounded where the dispatcher allows it).
+        dispatcher, experts: registered names.
+        weighting: "output" scales the down projection's output rows, "activation" its input (Megatron's convention).
+        router: "softmax", "sigmoid" (selection bias updated from load) or "grouped" (top K/num_groups in each group).
+        normalize_weights: divide the K weights by their sum.
+        routed_scale: factor on the weights, after normalisation.
+        num_groups: groups of the grouped router.
+        aux_loss: level of the load-balancing loss.
+        aux_loss_coef, z_loss_coef: 0 means that the loss is not computed at all.
+        bias_update_rate: step of the sigmoid router's selection bias per optimizer step; 0: no bias update.
+        force_balance: replace the chosen ids by an even pattern (for A/B measurements).
+        kernels: which ops may be used: "torch", "cuda" (refused where they cannot run) or "auto".
+        capacity_factor, num_sms: see DispatchConfig.
+        options: back-end keys, as sorted (key, value) pairs.
+        init_std: standard deviation of the initial weights; a function of the global expert id, not of the rank.
+    """
+
+    hidden_size: int
+    expert_intermediate_size: int
+    num_experts: int
+    top_k: int
+    num_shared_experts: int = 0
+    shared_intermediate_size: int = 0
+    shared_expert_gate: bool = False
+    dtype: str = "float32"
+    max_tokens: int | None = None
+    dispatcher: str = "all2all"
+    experts: str = "torch"
+    weighting: Weighting = "output"
+    router: RouterName = "softmax"
+    normalize_weights: bool = True
+    routed_scale: float = 1.0
+    num_groups: int = 0
+    aux_loss: AuxLevel = "batch"
+    aux_loss_coef: float = 0.0
+    z_loss_coef: float = 0.0
+    bias_update_rate: float = 0.0
+    force_balance: bool = False
+    kernels: Kernels = "auto"
+    capacity_factor: float | None = None
+    num_sms: int | None = None
+    options: tuple[tuple[str, Any], ...] = ()
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        check_moe(self)
+
+    def dispatch(self) -> DispatchConfig:
+        """The part that the dispatcher sees."""
+        return DispatchConfig(
+            name=self.dispatcher,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            hidden_size=self.hidden_size,
+            dtype=self.dtype,
+            max_tokens=self.max_tokens,
+            router=self.router,
+            num_groups=self.num_groups,
+            capacity_factor=self.capacity_factor,
+            num_sms=self.num_sms,
+            options=self.options,
+        )
+
+
+def check_moe(config: MoEConfig) -> None:
+    """Refuse what no machine and no group could run.
+
+    Raises:
+        RecipeError: one sentence with key, value and what would be valid.
+    """
+    for name in ("hidden_size", "expert_intermediate_size", "num_experts", "top_k"):
+        require(getattr(config, name) >= 1, f"{name} must be at least 1, got {getattr(config, name)}")
+    require(config.dtype in DTYPES, f"dtype {config.dtype!r} is not one of {', '.join(DTYPES)}")
+    require(
+        config.top_k <= config.num_experts,
+        f"top_k = {config.top_k} is larger than num_experts = {config.num_experts}; choose top_k <= num_experts",
+    )
+    for name in ("num_shared_experts", "aux_loss_coef", "z_loss_coef", "bias_update_rate"):
+        require(getattr(config, name) >= 0, f"{name} must not be negative, got {getattr(config, name)}")
+    require(
+        config.num_shared_experts == 0 or config.shared_intermediate_size >= 1,
+        f"num_shared_experts = {config.num_shared_experts} needs shared_intermediate_size >= 1, "
+        f"got {config.shared_intermediate_size}",
+    )
+    require(
+        not config.shared_expert_gate or config.num_shared_experts > 0,
+        "shared_expert_gate = true needs num_shared_experts >= 1, got 0",
+    )
+    require(
+        config.bias_update_rate == 0 or config.router == "sigmoid",
+        f"bias_update_rate = {config.bias_update_rate} works with router = 'sigmoid', got {config.router!r}; "
+        "set it to 0 or change the router",
+    )
+    require(
+        config.capacity_factor is None or config.capacity_factor >= 1,
+        f"capacity_factor must be at least 1 (rows are never dropped), got {config.capacity_factor}",
+    )
+    _check_groups(config)
+
+
+def _check_groups(config: MoEConfig) -> None:
+    groups = config.num_groups
+    if config.router != "grouped":
+        require(groups == 0, f"num_groups = {groups} works with router = 'grouped', got {config.router!r}")
+        return
+    require(groups >= 1, f"router = 'grouped' needs num_groups >= 1, got {groups}")
+    require(
+        config.num_experts % groups == 0 and config.top_k % groups == 0,
+        f"num_groups = {groups} must divide num_experts = {config.num_experts} and top_k = {config.top_k}",
+    )
+    require(
+        config.top_k // groups <= config.num_experts // groups,
+        f"top_k / num_groups = {config.top_k // groups} is larger than the group's "
+        f"{config.num_experts // groups} experts",
+    )
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise RecipeError(message) unless the condition holds."""
+    if not condition:
+        raise RecipeError(message)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A sentence that lists the known names, with the nearest one first where one is near."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"{hint}known: {', '.join(names) or 'none'}"
+
+
+def from_mapping(cls: type[C], table: Mapping[str, Any], where: str) -> C:
+    """Build the dataclass `cls` from a table, strictly.
+
+    Args:
+        cls: a dataclass whose fields are str, int, float, bool, tuple, Literal, or any of them | None.
+        table: keys and values as TOML gives them. An int is accepted for a float, never the other way round.
+        where: what a message starts with, such as "recipes/tiny.toml [moe]".
+
+    Raises:
+        RecipeError: unknown key (with the nearest known one), missing key, wrong type, value outside a Literal.
+    """
+    hints = typing.get_type_hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
+    for key in table:
+        require(key in fields, f"{where}: unknown key {key!r}; {nearest(key, fields)}")
+    for name, field in fields.items():
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        require(not required or name in table, f"{where}: key {name!r} is missing; it has no default")
+    values = {key: coerce(value, hints[key], f"{where}.{key}") for key, value in table.items()}
+    try:
+        return cls(**values)
+    except RecipeError as err:
+        raise RecipeError(f"{where}: {err}") from err
+
+
+def coerce(value: Any, hint: Any, where: str) -> Any:
+    """Check one value against a type hint; RecipeError with value and what would be valid."""
+    origin = typing.get_origin(hint)
+    if origin is Literal:
+        choices = typing.get_args(hint)
+        require(value in choices, f"{where} = {value!r} is not one of {', '.join(map(repr, choices))}")
+        return value
+    if origin in (typing.Union, types.UnionType):
+        options = [h for h in typing.get_args(hint) if h is not type(None)]
+        if value is None and type(None) in typing.get_args(hint):
+            return None
+        return _coerce_any(value, options, where)
+    if origin is tuple:
+        require(isinstance(value, list | tuple), f"{where} = {value!r} must be a list")
+        return tuple(value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if hint is Any or (isinstance(value, hint) and not (isinstance(value, bool) and hint is not bool)):
+        return value
+    raise RecipeError(f"{where} = {value!r} must be {hint.__name__}, got {type(value).__name__}")
+
+
+def _coerce_any(value: Any, options: list[Any], where: str) -> Any:
+    errors = []
+    for hint in options:
+        try:
+            return coerce(value, hint, where)
+        except RecipeError as err:
+            errors.append(str(err))
+    raise RecipeError("; or ".join(errors))

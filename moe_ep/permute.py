@@ -1,0 +1,179 @@
+"""Row movement inside one rank: gather rows, sum rows back, and the value that experts compute on.
+
+The two ops are each other's transpose, so one backward is the other's forward, and only integers are saved:
+
+    gather_rows:  rows[n] = x[row_index[n]]                      (a row may be gathered several times)
+    sum_rows:     y[t]    = sum over j of rows[positions[t, j]]  (float32, j ascending, rounded once)
+
+Worked example. Two tokens, K = 2, routes (t, k) -> expert: (0,0)->1, (0,1)->0, (1,0)->1, (1,1)->none.
+Sorted by expert the rows are [(0,1), (0,0), (1,0)], so row_index = [0, 0, 1] and
+positions = [[1, 0], [2, -1]]: token 0's routes are rows 1 and 0, token 1's only route is row 2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def _gather(x_UH: Tensor, row_index_N: Tensor) -> Tensor:
+    """rows [N, ...]; a row whose index is -1 is zero."""
+    if x_UH.shape[0] == 0:
+        return x_UH.new_zeros((row_index_N.shape[0], *x_UH.shape[1:]))
+    rows = x_UH.index_select(0, row_index_N.clamp_min(0))
+    return _zero_where(rows, row_index_N < 0)
+
+
+def _zero_where(rows: Tensor, mask_N: Tensor) -> Tensor:
+    # masked_fill_ and not a product: the rows that are cut may hold NaN, and 0 * NaN is NaN
+    return rows.masked_fill_(mask_N.view(-1, *([1] * (rows.dim() - 1))), 0)
+
+
+def _sum(rows_NH: Tensor, positions_TJ: Tensor) -> Tensor:
+    """y [T, ...]: float32 sum over j ascending of the rows at positions (-1: none), rounded once."""
+    num_tokens, width = positions_TJ.shape
+    wide = torch.float64 if rows_NH.dtype == torch.float64 else torch.float32
+    total = torch.zeros((num_tokens, *rows_NH.shape[1:]), dtype=wide, device=rows_NH.device)
+    for j in range(width):
+        total += _gather(rows_NH, positions_TJ[:, j])
+    return total.to(rows_NH.dtype)
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_UH: Tensor, row_index_N: Tensor, positions_UJ: Tensor) -> Tensor:
+        ctx.save_for_backward(row_index_N, positions_UJ)
+        return _gather(x_UH, row_index_N)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        _, positions_UJ = ctx.saved_tensors
+        return _sum(grads[0], positions_UJ), None, None
+
+
+class _SumRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_NH: Tensor, row_index_N: Tensor, positions_TJ: Tensor) -> Tensor:
+        ctx.save_for_backward(row_index_N, positions_TJ)
+        return _sum(rows_NH, positions_TJ)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        row_index_N, _ = ctx.saved_tensors
+        return _gather(grads[0], row_index_N), None, None
+
+
+def gather_rows(x_UH: Tensor, row_index_N: Tensor, positions_UJ: Tensor) -> Tensor:
+    """rows[n] = x[row_index[n]], zero where the index is -1; differentiable in x.
+
+    Args:
+        x_UH: [U, ...], any float dtype.
+        row_index_N: int [N], -1 or a row of x.
+        positions_UJ: int [U, J], for each row of x the places it went to, -1 where none (any order).
+
+    Returns:
+        [N, ...] in x's dtype. The gradient of x is a float32 sum over J ascending, rounded once; gradient rows
+        whose index is -1 are never read.
+    """
+    return _GatherRows.apply(x_UH, row_index_N, positions_UJ)
+
+
+def sum_rows(rows_NH: Tensor, row_index_N: Tensor, positions_TJ: Tensor) -> Tensor:
+    """y[t] = sum_j rows[positions[t, j]] in float32 with j ascending, rounded once; the transpose of `gather_rows`.
+
+    Args:
+        rows_NH: [N, ...], any float dtype. Rows that no position names are never read.
+        row_index_N: int [N], the token each row belongs to, -1 where none (its gradient is zero).
+        positions_TJ: int [T, J], rows of each token, -1 where none.
+
+    Returns:
+        [T, ...] in the rows' dtype.
+    """
+    return _SumRows.apply(rows_NH, row_index_N, positions_TJ)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SortedRoutes:
+    """Routes in the order of their experts, inside an expert by (token, k): the result of `sort_routes`.
+
+    Attributes:
+        row_token: int64 [T*K], token of each sorted route; -1 in the tail that holds the routes with id -1.
+        row_slot: int64 [T*K], flat slot t*K + k of each sorted route; -1 in the tail.
+        positions: int64 [T, K], sorted place of each route, -1 where there is no route.
+        counts: int64 [E], routes of each expert.
+    """
+
+    row_token: Tensor
+    row_slot: Tensor
+    positions: Tensor
+    counts: Tensor
+
+
+def sort_routes(expert_ids_TK: Tensor, num_experts: int) -> SortedRoutes:
+    """Sort the routes of a micro-batch by expert, stably, without a host sync. Ids outside [0, E) have no route."""
+    num_tokens, top_k = expert_ids_TK.shape
+    flat = expert_ids_TK.reshape(-1)
+    valid = (flat >= 0) & (flat < num_experts)
+    key = torch.where(valid, flat, num_experts)
+    order = key.argsort(stable=True)
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=flat.device)
+    counts.scatter_add_(0, key, torch.ones_like(key))
+    place = torch.empty_like(order)
+    place[order] = torch.arange(order.numel(), device=flat.device)
+    in_order = valid[order]
+    return SortedRoutes(
+        row_token=torch.where(in_order, order // max(top_k, 1), -1),
+        row_slot=torch.where(in_order, order, -1),
+        positions=torch.where(valid, place, -1).view(num_tokens, top_k),
+        counts=counts[:num_experts],
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertInput:
+    """What a dispatcher hands to the experts of one rank.
+
+    Rows are grouped by local expert ascending, inside an expert by (source rank, source token, k), so that
+    results repeat bit for bit.
+
+    Attributes:
+        source: [U, H], the received rows, in memory of its own (not a buffer that another micro-batch reuses).
+        row_index: int [N], expert row n is source[row_index[n]], -1 beyond offsets[L]; None: `source` is already
+            grouped and N = U.
+        positions: int [U, J], the expert rows of each source row, -1 where none; None exactly when row_index is.
+        row_weights: float32 [N], differentiable; garbage beyond offsets[L].
+        offsets: int32 [L+1] on the device, offsets[0] = 0; expert l owns rows offsets[l] to offsets[l+1].
+        tokens_per_expert: int32 [L] on the device.
+        capacity: N, at least offsets[L]. Rows beyond offsets[L] are the *tail*: they hold anything, NaN too, and
+            nobody may let them reach a sum.
+        host_counts: the counts as a tuple of L ints where the dispatcher knows them on the host anyway, else None.
+    """
+
+    source: Tensor
+    row_weights: Tensor
+    offsets: Tensor
+    tokens_per_expert: Tensor
+    capacity: int
+    row_index: Tensor | None = None
+    positions: Tensor | None = None
+    host_counts: tuple[int, ...] | None = None
+
+    @property
+    def num_local_experts(self) -> int:
+        """L."""
+        return self.tokens_per_expert.shape[0]
+
+    def rows(self) -> Tensor:
+        """Expert rows [N, H], expanded once from the unique rows; differentiable in `source`."""
+        if self.row_index is None or self.positions is None:
+            return self.source
+        return gather_rows(self.source, self.row_index, self.positions)
+
+
+def make_offsets(counts_L: Tensor) -> Tensor:
+    """Exclusive prefix sums with the total behind: int32 [L+1] of int [L]."""
+    zero = torch.zeros(1, dtype=torch.int64, device=counts_L.device)
+    return torch.cat([zero, counts_L.long().cumsum(0)]).to(torch.int32)
