@@ -1,0 +1,24 @@
+"""What all tests share: the gpu marker and hypothesis' settings."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import settings
+
+# The machines that run these tests are shared, so a slow example is no failure. CI repeats the same examples every time.
+settings.register_profile("local", deadline=None)
+settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    marker = item.get_closest_marker("gpu")
+    if marker is None:
+        return
+    needed = marker.args[0] if marker.args else marker.kwargs.get("count", 1)
+    present = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if present < needed:
+        pytest.skip(f"needs {needed} CUDA GPU(s), this machine has {present}")
