@@ -1,0 +1,6 @@
+"""Public test tools: ranks on one machine, a dense oracle, and the contract that every dispatcher keeps.
+
+- `ranks`: a pool of processes that is started once and fed with functions;
+- `oracle`: what a Mixture-of-Experts layer computes, forward and backward, route by route in float64;
+- `contract`: the suite that a dispatcher, ours or yours, has to pass.
+"""
