@@ -146,7 +146,7 @@ class RankPool:
             ready = connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
                 break
-            for pipe in ready:
+            for pipe in [p for p in self._pipes if p in ready]:
                 rank = waiting.pop(pipe)
                 ok, value = self._receive(pipe, rank)
                 (results if ok else failures)[rank] = value
