@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-# The machines that run these tests are shared, so a slow example is no failure. CI repeats the same examples every time.
+# The machines that run these tests are shared, so a slow example is no failure. CI repeats the same examples.
 settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")

@@ -1,0 +1,243 @@
+"""Which part may know which: an AST walk over the sources, and planted violations that prove the walk sees them."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE_FOLDERS = ("moe_ep", "kernels", "recipes", "tools")
+FOLDERS = {
+    *("moe_ep", "moe_ep/dispatch", "moe_ep/replica", "moe_ep/integrations", "moe_ep/testing"),
+    *("kernels", "recipes", "tools", "tools/results", "docs", "tests", "tests/unit", "tests/ranks", "tests/gpu"),
+}
+NOT_OURS = {"build", "dist", "runs", "__pycache__"}  # made by commands, ignored by git
+PLOT_OR_CLI = {"matplotlib", "seaborn", "plotly", "click", "typer", "tyro", "fire", "rich", "tqdm", "docopt"}
+DISPATCHERS = {f"moe_ep.dispatch.{name}" for name in ("local", "all2all", "agrs", "deepep", "nccl_ep", "direct")}
+PURE = {f"moe_ep.{name}" for name in ("replica.plan", "routing", "router", "load", "experts")}
+HARMLESS = set(sys.stdlib_module_names) - {"subprocess", "multiprocessing", "threading", "socket", "os", "asyncio"}
+STREAM_NAMES = {
+    *(f"torch.cuda.{name}" for name in ("Stream", "Event", "ExternalStream", "StreamContext", "stream", "set_stream")),
+    *("torch.cuda.current_stream", "torch.cuda.default_stream", "torch.cuda.streams", "torch.Stream", "torch.Event"),
+}
+
+
+class Reference(NamedTuple):
+    """A dotted name that a source file imports or uses through an import, such as `torch.cuda.Stream`."""
+
+    name: str
+    line: int
+
+
+def module_name(path: str) -> str:
+    """moe_ep/dispatch/base.py -> moe_ep.dispatch.base; kernels/ops.py -> moe_ep.kernels.ops, as it is installed."""
+    parts = path.removesuffix(".py").removesuffix("/__init__").split("/")
+    return ".".join(["moe_ep", *parts] if parts[0] == "kernels" else parts)
+
+
+def references(path: str, source: str) -> Iterator[Reference]:
+    """All imports, wherever they stand, and all attribute chains that start at an imported name."""
+    tree = ast.parse(source, path)
+    package = module_name(path).split(".")
+    if not path.endswith("__init__.py"):
+        package = package[:-1]
+    alias: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for name in node.names:
+                alias[name.asname or name.name.split(".")[0]] = name.name if name.asname else name.name.split(".")[0]
+                yield Reference(name.name, node.lineno)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            origin = ".".join([*base, *([node.module] if node.module else [])])
+            for name in node.names:
+                alias[name.asname or name.name] = f"{origin}.{name.name}"
+                yield Reference(f"{origin}.{name.name}", node.lineno)
+    for node in ast.walk(tree):
+        chain = dotted(node)
+        if chain and chain[0] in alias and len(chain) > 1:
+            yield Reference(".".join([alias[chain[0]], *chain[1:]]), node.lineno)
+        yield from imported_by_call(node)
+
+
+def dotted(node: ast.AST) -> list[str]:
+    """["a", "b", "c"] of the expression a.b.c, [] of anything else."""
+    if isinstance(node, ast.Name):
+        return [node.id]
+    if isinstance(node, ast.Attribute):
+        head = dotted(node.value)
+        return [*head, node.attr] if head else []
+    return []
+
+
+def imported_by_call(node: ast.AST) -> Iterator[Reference]:
+    """import_module("x") and __import__("x") with a literal name."""
+    if isinstance(node, ast.Call) and dotted(node.func)[-1:] in (["import_module"], ["__import__"]) and node.args:
+        name = node.args[0]
+        if isinstance(name, ast.Constant) and isinstance(name.value, str):
+            yield Reference(name.value, node.lineno)
+
+
+def within(name: str, *roots: str) -> bool:
+    return any(name == root or name.startswith(f"{root}.") for root in roots)
+
+
+def may_know_streams(module: str) -> bool:
+    return within(module, "moe_ep.streams", "moe_ep.dispatch", "moe_ep.replica.transport", "moe_ep.kernels")
+
+
+class Rule(NamedTuple):
+    """An arrow that must not exist: `applies` to the module that refers, `forbids(module, name)` what it refers to."""
+
+    text: str
+    applies: Callable[[str], bool]
+    forbids: Callable[[str, str], bool]
+
+
+RULES = [
+    Rule(
+        "kernels must not know moe_ep",
+        lambda m: within(m, "moe_ep.kernels"),
+        lambda m, n: within(n, "moe_ep") and not within(n, "moe_ep.kernels"),
+    ),
+    Rule(
+        "moe_ep must not know recipes or tools",
+        lambda m: within(m, "moe_ep"),
+        lambda m, n: within(n, "recipes", "tools"),
+    ),
+    Rule("the product must not know its tests", lambda m: True, lambda m, n: within(n, "tests", "conftest")),
+    Rule(
+        "moe_ep must not know a plotting or command-line library",
+        lambda m: within(m, "moe_ep"),
+        lambda m, n: within(n, *PLOT_OR_CLI),
+    ),
+    Rule(
+        "one dispatcher must not know another",
+        lambda m: m in DISPATCHERS,
+        lambda m, n: within(n, *DISPATCHERS - {m}),
+    ),
+    Rule(
+        "dispatch must not know layer, domino or replica",
+        lambda m: within(m, "moe_ep.dispatch"),
+        lambda m, n: within(n, "moe_ep.layer", "moe_ep.domino", "moe_ep.replica"),
+    ),
+    Rule(
+        "domino must not know a concrete dispatcher or torch.distributed",
+        lambda m: within(m, "moe_ep.domino"),
+        lambda m, n: within(n, *DISPATCHERS, "torch.distributed"),
+    ),
+    Rule(
+        "planning, routing, routers, load and experts must not know torch.distributed",
+        lambda m: within(m, *PURE),
+        lambda m, n: within(n, "torch.distributed"),
+    ),
+    Rule(
+        "config must not know anything that runs",
+        lambda m: within(m, "moe_ep.config"),
+        lambda m, n: not within(n, "moe_ep.errors") and n.split(".")[0] not in HARMLESS,
+    ),
+    Rule(
+        "only streams, dispatchers and the replica transport may know CUDA streams and events",
+        lambda m: within(m, "moe_ep") and not may_know_streams(m),
+        lambda m, n: within(n, *STREAM_NAMES),
+    ),
+]
+
+
+def violations(sources: dict[str, str]) -> list[str]:
+    """One line for each forbidden reference of the files {path: text}."""
+    found = []
+    for path, text in sorted(sources.items()):
+        module = module_name(path)
+        rules = [rule for rule in RULES if rule.applies(module)]
+        for ref in sorted(set(references(path, text))):
+            found += [f"{path}:{ref.line}: {ref.name}: {r.text}" for r in rules if r.forbids(module, ref.name)]
+    return found
+
+
+def own_sources() -> dict[str, str]:
+    files = [file for folder in SOURCE_FOLDERS for file in (ROOT / folder).rglob("*.py")]
+    return {file.relative_to(ROOT).as_posix(): file.read_text(encoding="utf-8") for file in files}
+
+
+def stray_folders(root: Path) -> set[str]:
+    """Folders of the repository outside the agreed layout; docs/ may have its own."""
+    folders = (path for path in root.rglob("*") if path.is_dir())
+    names = (path.relative_to(root).as_posix() for path in folders)
+    ours = (name for name in names if not any(part[0] == "." or part in NOT_OURS for part in name.split("/")))
+    return {name for name in ours if not name.startswith("docs/") and not name.endswith(".egg-info")} - FOLDERS
+
+
+def test_no_forbidden_arrow_exists() -> None:
+    sources = own_sources()
+    assert "moe_ep/config.py" in sources
+    assert violations(sources) == []
+
+
+def test_folders_are_the_agreed_ones() -> None:
+    assert stray_folders(ROOT) == set()
+
+
+def test_a_stray_folder_is_seen(tmp_path: Path) -> None:
+    for name in ("moe_ep/dispatch/cuda", "benchmarks", "runs/x", ".venv/lib", "docs/img", "moe_ep/__pycache__"):
+        (tmp_path / name).mkdir(parents=True)
+    assert stray_folders(tmp_path) == {"moe_ep/dispatch/cuda", "benchmarks"}
+
+
+KERNELS, RECIPES, TESTS, LIBRARY, SIBLING, UPWARD, DOMINO, COLLECTIVE, CONFIG, STREAMS = (rule.text for rule in RULES)
+PLANTED = [
+    ("kernels/ops.py", "from moe_ep.errors import InputError", KERNELS),
+    ("kernels/ops.py", "import moe_ep", KERNELS),
+    ("kernels/ops.py", "from ..routing import Routing", KERNELS),
+    ("moe_ep/layer.py", "import recipes.model", RECIPES),
+    ("moe_ep/replica/plan.py", "def f():\n    from tools import bench_dispatch", RECIPES),
+    ("moe_ep/testing/ranks.py", "from tests.conftest import something", TESTS),
+    ("recipes/data.py", "import tests.unit", TESTS),
+    ("moe_ep/doctor.py", "import typer", LIBRARY),
+    ("moe_ep/load.py", "import importlib\nimportlib.import_module('matplotlib.pyplot')", LIBRARY),
+    ("moe_ep/dispatch/agrs.py", "from .all2all import exchange", SIBLING),
+    ("moe_ep/dispatch/deepep.py", "from moe_ep.dispatch import all2all", SIBLING),
+    ("moe_ep/dispatch/base.py", "from ..layer import MoELayer", UPWARD),
+    ("moe_ep/dispatch/direct.py", "from .. import replica", UPWARD),
+    ("moe_ep/domino.py", "from .dispatch.local import LocalDispatcher", DOMINO),
+    ("moe_ep/domino.py", "import torch\ntorch.distributed.barrier()", DOMINO),
+    ("moe_ep/replica/plan.py", "import torch.distributed as dist", COLLECTIVE),
+    ("moe_ep/router.py", "from torch import distributed as d\nd.all_reduce(1)", COLLECTIVE),
+    ("moe_ep/experts.py", "import torch\ndef f(x):\n    torch.distributed.all_reduce(x)", COLLECTIVE),
+    ("moe_ep/config.py", "import torch", CONFIG),
+    ("moe_ep/config.py", "from .router import build_router", CONFIG),
+    ("moe_ep/config.py", "import subprocess", CONFIG),
+    ("moe_ep/layer.py", "import torch\ns = torch.cuda.Stream()", STREAMS),
+    ("moe_ep/replica/runtime.py", "from torch.cuda import Event", STREAMS),
+    ("moe_ep/experts.py", "from torch import cuda\nwith cuda.stream(None):\n    pass", STREAMS),
+]
+
+
+@pytest.mark.parametrize(("path", "text", "rule"), PLANTED)
+def test_a_planted_violation_is_seen(path: str, text: str, rule: str) -> None:
+    found = violations({path: text})
+    assert found
+    assert all(line.endswith(rule) for line in found)
+
+
+def test_every_rule_has_a_planted_violation() -> None:
+    assert {rule for _, _, rule in PLANTED} == {rule.text for rule in RULES}
+
+
+def test_legal_references_pass() -> None:
+    legal = {
+        "kernels/ops.py": "import torch\nfrom . import build\nfrom moe_ep.kernels import build as b",
+        "moe_ep/streams.py": "import torch\nimport torch.distributed as dist\ntorch.cuda.Event()",
+        "moe_ep/dispatch/all2all.py": "import torch\nfrom .base import Dispatcher\ntorch.cuda.current_stream()",
+        "moe_ep/dispatch/registry.py": "from . import all2all, local",
+        "moe_ep/replica/transport.py": "import torch\nimport torch.distributed\ntorch.cuda.Stream()",
+        "moe_ep/config.py": "from __future__ import annotations\nimport dataclasses\nfrom .errors import RecipeError",
+        "moe_ep/experts.py": "import torch\nn = torch.cuda.device_count()",
+        "recipes/plots.py": "import matplotlib\nfrom moe_ep.layer import MoELayer",
+    }
+    assert violations(legal) == []
