@@ -1,7 +1,7 @@
-"""Typed configuration and its validation. Plain values only: nothing here runs, allocates or imports torch.distributed.
+"""Typed configuration and its validation. Plain values only: nothing here runs or allocates.
 
-`from_mapping` turns a table (of a TOML file or keyword arguments) into one of these dataclasses and refuses unknown keys,
-wrong types and values outside a closed choice, naming what would be valid. Recipes use it for their own sections.
+`from_mapping` turns a table (of a TOML file or keyword arguments) into one of these dataclasses and refuses unknown
+keys, wrong types and values outside a closed choice, naming what would be valid. Recipes use it for their own sections.
 """
 
 from __future__ import annotations

@@ -1,0 +1,187 @@
+"""`all2all`: every route's row travels by an uneven all-to-all of torch.distributed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..config import DispatchConfig
+from ..faults import Fault, raise_faults, routing_status
+from ..permute import ExpertInput, SortedRoutes, gather_rows, make_offsets, sort_routes, sum_rows
+from ..routing import Routing
+from ..streams import InFlight
+from .base import Dispatcher
+from .capabilities import Capabilities
+from .registry import register_dispatcher
+from .ticket import Ticket
+from .transfer import AllToAllRows, Flight, all_to_all, finish, start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class All2AllState:
+    """Sorted routes and the counts on their way; then the splits; then how received rows become expert rows."""
+
+    routes: SortedRoutes
+    counts_RL: Tensor
+    early: InFlight | None = None
+    flight: Flight | None = None
+    send: tuple[int, ...] = ()
+    recv_RL: tuple[tuple[int, ...], ...] = ()
+    order: Tensor | None = None
+    places: Tensor | None = None
+
+    @property
+    def recv(self) -> list[int]:
+        """Rows from each rank."""
+        return [sum(row) for row in self.recv_RL]
+
+
+@register_dispatcher("all2all")
+class All2All(Dispatcher):
+    """One row per route each way; a token with several experts on one rank travels several times.
+
+    The counts [R, L] travel early, together with each rank's fault status, and the host reads them once per
+    micro-batch. Received rows stand in the order (source rank, local expert, token, k); they are handed over as they
+    are, with the index that regroups them by expert.
+
+    Order of sums: combine adds a token's routes with k ascending, in float32; so does backward for x.
+    Kept for backward: 24 T K + 16 N bytes of integers, and the N received rows where the experts keep them.
+    """
+
+    name: ClassVar[str] = "all2all"
+    capabilities: ClassVar[Capabilities] = Capabilities(host_syncs=1)
+
+    def __init__(self, config: DispatchConfig, group: dist.ProcessGroup | None) -> None:
+        num_ranks = 1 if group is None else group.size()
+        self.num_lane_ints = 2 * num_ranks * (config.num_experts // num_ranks + 2)
+        super().__init__(config, group)
+
+    def _dispatch_preprocess(self, ticket: Ticket, x_TH: Tensor, routing: Routing) -> None:
+        routes = sort_routes(routing.expert_ids, self.config.num_experts)
+        early, counts_RL = self._send_counts(ticket, routes.counts, routing_status(routing))
+        ticket.state = All2AllState(routes=routes, counts_RL=counts_RL, early=early)
+        ticket.payload = (
+            gather_rows(x_TH, routes.row_token, routes.positions),
+            gather_rows(routing.weights.reshape(-1), routes.row_slot, routes.positions.view(-1, 1)),
+        )
+
+    def _send_counts(self, ticket: Ticket, counts_E: Tensor, status: Tensor) -> tuple[InFlight, Tensor]:
+        """Exchange [R, L + 2]: what goes to each expert of each rank, and this rank's status.
+
+        Returns:
+            the exchange, whose host values are what was sent and what was received, and the received counts
+            [R, L] on the device, valid behind it.
+        """
+        counts_RL = counts_E.view(self.num_ranks, self.num_local)
+        sent = torch.cat([counts_RL, status.to(counts_E).expand(self.num_ranks, 2)], dim=1).contiguous()
+        both = sent.new_empty((2, *sent.shape))
+        both[0] = sent
+        ones = [1] * self.num_ranks
+        comm = self.comm(sent.device)
+
+        def exchange() -> tuple[tuple[Tensor, ...], list[object]]:
+            works = all_to_all(both[1], sent, ones, ones, self.group)
+            if sent.device.type != "cuda":
+                return (both,), works
+            assert ticket.lane is not None, "no lane"
+            ticket.lane.host.copy_(both.view(-1), non_blocking=True)
+            return (ticket.lane.host,), works
+
+        early = comm.launch(f"exchange of counts of {ticket.where}", exchange, keep=(sent, both))
+        if ticket.lane is not None:
+            ticket.lane.event = early.event
+        return early, both[1][:, : self.num_local]
+
+    def _announce(self, ticket: Ticket, device: torch.device, code: Fault, value: int) -> None:
+        if self.num_ranks == 1:
+            return
+        if self.num_lane_ints:
+            ticket.lend(*self.lanes.borrow(ticket, device))
+        counts = torch.zeros(self.config.num_experts, dtype=torch.int64, device=device)
+        status = torch.tensor([int(code), value], device=device)
+        self._send_counts(ticket, counts, status)[0].wait_on_host()
+
+    def _dispatch(self, ticket: Ticket) -> None:
+        state: All2AllState = ticket.state
+        assert state.early is not None, "no counts"
+        num_ranks, width = self.num_ranks, self.num_local + 2
+        flat = self.read_ints(ticket, state.early)
+        rows = [tuple(flat[i * width : (i + 1) * width]) for i in range(2 * num_ranks)]
+        sent, received = rows[:num_ranks], rows[num_ranks:]
+        raise_faults([(row[-2], row[-1]) for row in received], self.rank, ticket.where, self.config.num_experts)
+        send = tuple(sum(row[:-2]) for row in sent)
+        state = replace(state, early=None, send=send, recv_RL=tuple(row[:-2] for row in received))
+        num_sent, num_received = state.routes.row_token.numel(), sum(state.recv)
+        transfer = AllToAllRows(self.group, list(send), state.recv, num_sent, num_received)
+        flight = Flight(transfer, self.comm(ticket.payload[0].device), f"dispatch of {ticket.where}")
+        ticket.payload = start(flight, *ticket.payload)
+        ticket.state = replace(state, flight=flight)
+
+    def _dispatch_postprocess(self, ticket: Ticket) -> ExpertInput:
+        state: All2AllState = ticket.state
+        assert state.flight is not None, "no flight"
+        source_UH, weights_U = finish(state.flight, *ticket.payload)
+        ticket.payload = ()
+        host_counts = tuple(map(sum, zip(*state.recv_RL, strict=True)))
+        order, places = regroup(state.counts_RL, sum(host_counts))
+        ticket.state = replace(state, flight=None, order=order, places=places)
+        counts = state.counts_RL.sum(0)
+        return ExpertInput(
+            source=source_UH,
+            row_index=order,
+            positions=None if places is None else places.view(-1, 1),
+            row_weights=weights_U
+            if order is None or places is None
+            else gather_rows(weights_U, order, places.view(-1, 1)),
+            offsets=make_offsets(counts),
+            tokens_per_expert=counts.to(torch.int32),
+            capacity=sum(host_counts),
+            host_counts=host_counts,
+        )
+
+    def _combine_preprocess(self, ticket: Ticket, y_NH: Tensor) -> None:
+        order, places = ticket.state.order, ticket.state.places
+        ticket.payload = (y_NH if order is None else gather_rows(y_NH, places, order.view(-1, 1)),)
+
+    def _combine(self, ticket: Ticket) -> None:
+        state: All2AllState = ticket.state
+        num_sent, num_received = state.routes.row_token.numel(), sum(state.recv)
+        transfer = AllToAllRows(self.group, state.recv, list(state.send), num_received, num_sent)
+        flight = Flight(transfer, self.comm(ticket.payload[0].device), f"combine of {ticket.where}")
+        ticket.payload = start(flight, *ticket.payload)
+        ticket.state = replace(state, flight=flight, order=None, places=None)
+
+    def _combine_postprocess(self, ticket: Ticket) -> Tensor:
+        state: All2AllState = ticket.state
+        assert state.flight is not None, "no flight"
+        (rows_SH,) = finish(state.flight, *ticket.payload)
+        return sum_rows(rows_SH, state.routes.row_token, state.routes.positions)
+
+
+def regroup(counts_RL: Tensor, num_rows: int) -> tuple[Tensor | None, Tensor | None]:
+    """Index of received rows (source, local expert) in the order (local expert, source), and its inverse.
+
+    Args:
+        counts_RL: int64 [R, L], rows from each source for each local expert.
+        num_rows: their sum, known on the host, so that no sync is needed.
+
+    Returns:
+        order int64 [N]: expert row n is received row order[n]; places int64 [N]: its inverse. (None, None) where
+        L = 1, since the received order is the expert order then.
+
+    Example: two sources, two experts, counts [[1, 2], [1, 0]]: received rows are experts 0, 1, 1 | 0,
+    so order = [0, 3, 1, 2] and places = [0, 2, 3, 1].
+    """
+    num_ranks, num_local = counts_RL.shape
+    if num_local == 1:
+        return None, None
+    experts = torch.arange(num_local, device=counts_RL.device).repeat(num_ranks)
+    expert = experts.repeat_interleave(counts_RL.reshape(-1), output_size=num_rows)
+    order = expert.argsort(stable=True)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(num_rows, device=order.device)
+    return order, places

@@ -1,0 +1,222 @@
+"""The contract of a dispatcher: capabilities, six stages over a ticket, early counts.
+
+A dispatcher object holds only static resources, so any number of tickets may be in flight. A back end writes the six
+`_stage` methods; order, checks, faults and lanes are here.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import ClassVar, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..config import DispatchConfig
+from ..errors import InputError, MoEError, ProtocolError
+from ..faults import Fault, FaultRecord
+from ..permute import ExpertInput
+from ..routing import Routing
+from ..streams import CommStream, InFlight, LanePool, comm_stream
+from .capabilities import Capabilities, check_input, group_serves
+from .ticket import Stage, Ticket
+
+T = TypeVar("T")
+
+
+class Dispatcher(ABC):
+    """Sends the tokens of a micro-batch to their experts and brings the results back, differentiably.
+
+    Stages, in this order, all on one ticket: `dispatch_preprocess`, `dispatch`, `dispatch_postprocess`,
+    (the experts), `combine_preprocess`, `combine`, `combine_postprocess`. `dispatch` and `combine` launch; the stage
+    behind each waits. Called one after the other they are the synchronous form; whatever the caller issues between a
+    launch and the stage that waits runs beside the communication. There is no other code path.
+
+    Every rank of the group makes the same calls, also with zero tokens, and a backward on one is a backward on all.
+    """
+
+    name: ClassVar[str]
+    capabilities: ClassVar[Capabilities]
+    num_lane_ints: int = 0
+
+    def __init__(self, config: DispatchConfig, group: dist.ProcessGroup | None) -> None:
+        self.config = config
+        self.group = group
+        self.rank = 0 if group is None else group.rank()
+        self.num_ranks = 1 if group is None else group.size()
+        self.num_local = config.num_experts // self.num_ranks
+        self.dtype: torch.dtype = getattr(torch, config.dtype)
+        self.lanes = LanePool(self.num_lane_ints)
+        self._faults: FaultRecord | None = None
+        self._closed = False
+
+    # what a back end writes
+
+    @classmethod
+    def unavailable_reasons(cls, config: DispatchConfig, group: dist.ProcessGroup | None) -> list[str]:
+        """Sentences that say why this back end cannot run here, beyond what `capabilities` says. Empty: it can."""
+        return []
+
+    @abstractmethod
+    def _dispatch_preprocess(self, ticket: Ticket, x_TH: Tensor, routing: Routing) -> None: ...
+
+    @abstractmethod
+    def _dispatch(self, ticket: Ticket) -> None: ...
+
+    @abstractmethod
+    def _dispatch_postprocess(self, ticket: Ticket) -> ExpertInput: ...
+
+    @abstractmethod
+    def _combine_preprocess(self, ticket: Ticket, y_NH: Tensor) -> None: ...
+
+    @abstractmethod
+    def _combine(self, ticket: Ticket) -> None: ...
+
+    @abstractmethod
+    def _combine_postprocess(self, ticket: Ticket) -> Tensor: ...
+
+    @abstractmethod
+    def _announce(self, ticket: Ticket, device: torch.device, code: Fault, value: int) -> None:
+        """Tell the other ranks of a fault known on the host before this rank raises, so that they do not wait."""
+
+    def describe(self) -> str:
+        """One line on what runs, for the log."""
+        ranks = "1 rank" if self.num_ranks == 1 else f"{self.num_ranks} ranks"
+        return f"{self.name} ({ranks}, {self.num_local} experts on each)"
+
+    # what a caller uses
+
+    def dispatch_preprocess(self, x_TH: Tensor, routing: Routing, *, layer: int = 0, micro_batch: int = 0) -> Ticket:
+        """Compute stream: x [T, H] and its routing to a ticket with layout, counts and the payload to send.
+
+        Raises:
+            InputError: wrong shape, dtype, device; ids out of range (here or at the next stage, where the counts are
+                read). The other ranks get a PeerError that names this one.
+            CapacityError: more tokens than max_tokens.
+        """
+        ticket = Ticket(layer, micro_batch)
+        self._enter(ticket, Stage.DISPATCH_PREPROCESS)
+        fault = self._find_fault(x_TH, routing)
+        if fault is not None:
+            code, value, error = fault
+            self._announce(ticket, self._home(x_TH.device), code, value)
+            ticket.release()
+            raise type(error)(f"{ticket.where}: {error}")
+        ticket.num_tokens = x_TH.shape[0]
+        if self.num_lane_ints:
+            ticket.lend(*self.lanes.borrow(ticket, x_TH.device))
+        row_bytes = x_TH.shape[1] * x_TH.element_size()
+        ticket.note_layout(routing.expert_ids, self.config.num_experts, self.num_ranks, self.rank, row_bytes)
+        self._run(ticket, Stage.DISPATCH_PREPROCESS, lambda: self._dispatch_preprocess(ticket, x_TH, routing))
+        return ticket
+
+    def dispatch(self, ticket: Ticket) -> None:
+        """Comm stream: launch the payload on its way to the experts' ranks.
+
+        Raises:
+            InputError, CapacityError, NonFiniteError: a fault of this rank's routing.
+            PeerError: a fault that another rank reported, or a lost rank.
+        """
+        self._enter(ticket, Stage.DISPATCH)
+        self._run(ticket, Stage.DISPATCH, lambda: self._dispatch(ticket))
+
+    def dispatch_postprocess(self, ticket: Ticket) -> ExpertInput:
+        """Compute stream: wait for the rows; what the experts compute on."""
+        self._enter(ticket, Stage.DISPATCH_POSTPROCESS)
+        return self._run(ticket, Stage.DISPATCH_POSTPROCESS, lambda: self._dispatch_postprocess(ticket))
+
+    def combine_preprocess(self, ticket: Ticket, y_NH: Tensor) -> None:
+        """Compute stream: the experts' output [N, H], already weighted, to the payload to return."""
+        self._enter(ticket, Stage.COMBINE_PREPROCESS)
+        if y_NH.dim() != 2 or y_NH.shape[1] != self.config.hidden_size or y_NH.dtype != self.dtype:
+            ticket.release()
+            raise InputError(
+                f"{ticket.where}: the experts' output must be [N, {self.config.hidden_size}] {self.dtype}, "
+                f"got {tuple(y_NH.shape)} {y_NH.dtype}"
+            )
+        self._run(ticket, Stage.COMBINE_PREPROCESS, lambda: self._combine_preprocess(ticket, y_NH))
+
+    def combine(self, ticket: Ticket) -> None:
+        """Comm stream: launch the results on their way home."""
+        self._enter(ticket, Stage.COMBINE)
+        self._run(ticket, Stage.COMBINE, lambda: self._combine(ticket))
+
+    def combine_postprocess(self, ticket: Ticket) -> Tensor:
+        """Compute stream: wait; y [T, H] in x's dtype and token order. Releases the ticket."""
+        self._enter(ticket, Stage.COMBINE_POSTPROCESS)
+        y_TH = self._run(ticket, Stage.COMBINE_POSTPROCESS, lambda: self._combine_postprocess(ticket))
+        ticket.release()
+        return y_TH
+
+    def announce_failure(self, device: torch.device, *, layer: int = 0, micro_batch: int = 0) -> None:
+        """Tell the other ranks, in place of `dispatch_preprocess`, that this rank fails before it; then raise.
+
+        The others get a PeerError from their `dispatch` instead of waiting until the group's timeout.
+        """
+        ticket = Ticket(layer, micro_batch)
+        self._announce(ticket, self._home(device), Fault.BAD_INPUT, 0)
+        ticket.release()
+
+    def raise_if_faulted(self) -> None:
+        """Read the device's fault record (a host sync) and raise on every rank if there is one. Collective."""
+        if self._faults is not None:
+            self._faults.raise_if_set(self.group)
+
+    def close(self) -> None:
+        """Free the static resources; call it before the process group goes. Idempotent, no collective by default."""
+        self._closed = True
+
+    # for back ends
+
+    def faults(self, device: torch.device) -> FaultRecord:
+        """The device's fault record, made at first use."""
+        if self._faults is None:
+            self._faults = FaultRecord(device, self.config.num_experts)
+        return self._faults
+
+    def comm(self, device: torch.device) -> CommStream:
+        """The comm stream of (device, group)."""
+        return comm_stream(device, self.group)
+
+    def read_ints(self, ticket: Ticket, early: InFlight) -> list[int]:
+        """Host values of an early exchange that wrote into the ticket's lane (its one host sync on CUDA)."""
+        assert ticket.lane is not None, "no lane"
+        (values,) = early.wait_on_host()
+        if values.device.type == "cpu" and values.data_ptr() != ticket.lane.host.data_ptr():
+            ticket.lane.host[: values.numel()].copy_(values.view(-1))
+        return ticket.lane.host[: values.numel()].tolist()
+
+    # internals
+
+    def _enter(self, ticket: Ticket, stage: Stage) -> None:
+        if self._closed:
+            raise ProtocolError(f"{ticket.where}: {stage.label} was called on a closed {self.name} dispatcher")
+        ticket.expect(stage)
+
+    def _run(self, ticket: Ticket, stage: Stage, fn: Callable[[], T]) -> T:
+        try:
+            result = fn()
+        except BaseException:
+            ticket.release()
+            raise
+        ticket.stage = stage
+        return result
+
+    def _home(self, device: torch.device) -> torch.device:
+        """The device, or one that the group serves where it does not serve that (a fault can be just this)."""
+        if self.num_ranks == 1 or self.group is None or group_serves(self.group, device):
+            return device
+        kind = self.group._device_types[0].type
+        return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+    def _find_fault(self, x_TH: Tensor, routing: Routing) -> tuple[Fault, int, MoEError] | None:
+        """What the host can see to be wrong without a sync."""
+        try:
+            check_input(self.config, self.capabilities, self.group, x_TH, routing)
+        except InputError as err:
+            return Fault.BAD_INPUT, 0, err
+        except MoEError as err:
+            return Fault.TOO_MANY_TOKENS, x_TH.shape[0], err
+        return None

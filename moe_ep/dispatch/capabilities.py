@@ -1,0 +1,136 @@
+"""What a back end can do, held against a configuration (at construction) and against an input (at each call)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..config import DispatchConfig
+from ..errors import CapacityError, InputError
+from ..routing import Routing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What a back end can do. A refusal rests on a limit of a library or of the hardware, quoted in `notes`.
+
+    Attributes:
+        devices: device types of x.
+        dtypes: dtypes of x.
+        rank_counts: group sizes, None for any.
+        hidden_multiple: H must be a multiple of it.
+        max_hidden, max_top_k: None for any.
+        duplicates: the same expert twice in one token's top-k.
+        unequal_tokens: T may differ from rank to rank.
+        zero_tokens: a rank may have T = 0.
+        needs_max_tokens: whether config.max_tokens must be set.
+        routers: routers it can serve, None for any.
+        capacity: whether config.capacity_factor works (rows without a host sync).
+        options: back-end keys it takes.
+        host_syncs: host syncs of one micro-batch, forward and backward.
+        graph_capture: whether a CUDA graph may capture it.
+        uses_num_sms: whether config.num_sms has an effect.
+        packages: what must be installed, as pip requirements.
+        deterministic: results repeat bit for bit.
+        notes: sentences on limits, each with its source.
+    """
+
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16", "float64")
+    rank_counts: tuple[int, ...] | None = None
+    hidden_multiple: int = 1
+    max_hidden: int | None = None
+    max_top_k: int | None = None
+    duplicates: bool = True
+    unequal_tokens: bool = True
+    zero_tokens: bool = True
+    needs_max_tokens: bool = False
+    routers: tuple[str, ...] | None = None
+    capacity: bool = False
+    options: tuple[str, ...] = ()
+    host_syncs: int = 0
+    graph_capture: bool = False
+    uses_num_sms: bool = False
+    packages: tuple[str, ...] = ()
+    deterministic: bool = True
+    notes: tuple[str, ...] = ()
+
+
+def capability_reasons(caps: Capabilities, config: DispatchConfig, num_ranks: int) -> list[str]:
+    """Sentences that say where a configuration exceeds a back end: value, limit, way out. Empty: nowhere."""
+    name = f"dispatcher {config.name!r}"
+    hidden, top_k, experts = config.hidden_size, config.top_k, config.num_experts
+    ranks = "" if caps.rank_counts is None else ", ".join(map(str, caps.rank_counts))
+    unknown = sorted({key for key, _ in config.options} - set(caps.options))
+    checks = [
+        (experts % num_ranks != 0,
+         f"num_experts = {experts} is not divisible by the {num_ranks} ranks of the group; "
+         f"choose an ep_size that divides {experts}"),
+        (top_k > experts, f"top_k = {top_k} is larger than num_experts = {experts}; lower it"),
+        (caps.rank_counts is not None and num_ranks not in caps.rank_counts,
+         f"{name} serves {ranks} rank(s), the group has {num_ranks}; take another dispatcher or ep_size"),
+        (config.dtype not in caps.dtypes,
+         f"{name} moves {', '.join(caps.dtypes)}, dtype is {config.dtype}; take another dispatcher or dtype"),
+        (hidden % caps.hidden_multiple != 0,
+         f"{name} needs a hidden_size that is a multiple of {caps.hidden_multiple}, got {hidden}"),
+        (caps.max_hidden is not None and hidden > (caps.max_hidden or 0),
+         f"{name} serves a hidden_size of at most {caps.max_hidden}, got {hidden}"),
+        (caps.max_top_k is not None and top_k > (caps.max_top_k or 0),
+         f"{name} serves a top_k of at most {caps.max_top_k}, got {top_k}"),
+        (caps.needs_max_tokens and config.max_tokens is None,
+         f"{name} pads to max_tokens, which is not set; set it to the most tokens of one rank's micro-batch"),
+        (config.max_tokens is not None and config.max_tokens < 1,
+         f"max_tokens must be at least 1, got {config.max_tokens}"),
+        (caps.routers is not None and config.router not in (caps.routers or ()),
+         f"{name} needs router {' or '.join(caps.routers or ())}, got {config.router!r}"),
+        (config.capacity_factor is not None and not caps.capacity,
+         f"{name} sizes its rows from counts that the host reads, so capacity_factor = {config.capacity_factor} "
+         "would have no effect; leave it unset"),
+        (config.num_sms is not None and not caps.uses_num_sms,
+         f"{name} launches no kernels of its own, so num_sms = {config.num_sms} would have no effect; leave it unset"),
+        (bool(unknown), f"{name} knows no option {', '.join(map(repr, unknown))}; "
+         f"it knows {', '.join(caps.options) or 'none'}"),
+    ]  # fmt: skip
+    return [sentence for broken, sentence in checks if broken]
+
+
+def check_input(
+    config: DispatchConfig, caps: Capabilities, group: dist.ProcessGroup | None, x_TH: Tensor, routing: Routing
+) -> None:
+    """Everything about an input that the host can see without a sync.
+
+    Raises:
+        InputError: shape, dtype or device of x or of the routing.
+        CapacityError: more tokens than max_tokens.
+    """
+    hidden = config.hidden_size
+    if x_TH.dim() != 2 or x_TH.shape[1] != hidden:
+        raise InputError(f"x must be [T, {hidden}] (hidden_size), got {tuple(x_TH.shape)}")
+    if x_TH.dtype != getattr(torch, config.dtype):
+        raise InputError(f"x is {x_TH.dtype}, the dispatcher was built for {config.dtype}; cast x or change dtype")
+    if x_TH.device.type not in caps.devices:
+        raise InputError(f"x is on {x_TH.device}, {config.name!r} serves {', '.join(caps.devices)}")
+    if group is not None and group.size() > 1 and not group_serves(group, x_TH.device):
+        raise InputError(
+            f"x is on {x_TH.device}, but the process group has no back end for it; "
+            "init_process_group with 'nccl' for cuda, 'gloo' for cpu"
+        )
+    ids = routing.expert_ids
+    if tuple(ids.shape) != (x_TH.shape[0], config.top_k):
+        raise InputError(f"expert_ids must be [{x_TH.shape[0]}, {config.top_k}] (T, top_k), got {tuple(ids.shape)}")
+    if ids.device != x_TH.device:
+        raise InputError(f"expert_ids are on {ids.device}, x on {x_TH.device}; put both on one device")
+    if routing.num_experts != config.num_experts:
+        raise InputError(f"the routing has {routing.num_experts} experts, the dispatcher {config.num_experts}")
+    if config.max_tokens is not None and x_TH.shape[0] > config.max_tokens:
+        raise CapacityError(
+            f"{x_TH.shape[0]} tokens are more than max_tokens = {config.max_tokens}; raise max_tokens or send fewer"
+        )
+
+
+def group_serves(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether a process group has a back end for the device's type."""
+    return any(device.type == served.type for served in group._device_types)

@@ -1,0 +1,110 @@
+"""The ticket of one micro-batch: a small state machine that holds everything one trip of tokens needs."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ..errors import ProtocolError
+from ..load import LayoutStats, layout_stats
+
+if TYPE_CHECKING:
+    from ..streams import Lane
+
+
+class Stage(enum.IntEnum):
+    """The last stage a ticket has been through."""
+
+    NEW = 0
+    DISPATCH_PREPROCESS = 1
+    DISPATCH = 2
+    DISPATCH_POSTPROCESS = 3
+    COMBINE_PREPROCESS = 4
+    COMBINE = 5
+    COMBINE_POSTPROCESS = 6
+    RELEASED = 7
+
+    @property
+    def label(self) -> str:
+        """The method's name."""
+        return self.name.lower()
+
+
+class Ticket:
+    """State of one micro-batch between its six stages. Made by `Dispatcher.dispatch_preprocess`.
+
+    Attributes:
+        layer, micro_batch: for messages.
+        stage: the last stage passed.
+        payload: tensors in flight between two stages. Whoever carries them elsewhere in between (a pending output
+            that a framework looks through) puts them back before the next stage.
+        state: the back end's own frozen record.
+        lane: what the micro-batch borrowed; it goes back when the ticket is done, fails or dies.
+    """
+
+    __slots__ = (
+        "__weakref__", "_layout_args", "_return_lane", "lane", "layer", "micro_batch", "num_tokens", "payload", "stage",
+        "state",
+    )  # fmt: skip
+
+    def __init__(self, layer: int, micro_batch: int) -> None:
+        self.layer = layer
+        self.micro_batch = micro_batch
+        self.stage = Stage.NEW
+        self.num_tokens = 0
+        self.payload: tuple[Tensor, ...] = ()
+        self.state: Any = None
+        self.lane: Lane | None = None
+        self._return_lane: Callable[[], Any] | None = None
+        self._layout_args: tuple[Any, ...] | None = None
+
+    @property
+    def where(self) -> str:
+        """Layer and micro-batch, for messages."""
+        return f"layer {self.layer}, micro-batch {self.micro_batch}"
+
+    def expect(self, called: Stage) -> None:
+        """Refuse a stage out of order.
+
+        Raises:
+            ProtocolError: names the stage expected, the one called, layer and micro-batch.
+        """
+        if self.stage is Stage.RELEASED:
+            raise ProtocolError(
+                f"{self.where}: {called.label} was called on a released ticket; every micro-batch needs a new one "
+                "from dispatch_preprocess"
+            )
+        if called != self.stage + 1:
+            raise ProtocolError(
+                f"{self.where}: {called.label} was called, but {Stage(self.stage + 1).label} is the next stage "
+                f"(last one passed: {self.stage.label})"
+            )
+
+    def lend(self, lane: Lane, give_back: Callable[[], Any]) -> None:
+        """Take a lane; `give_back` returns it (at most once)."""
+        self.lane, self._return_lane = lane, give_back
+
+    def note_layout(self, *args: Any) -> None:
+        """Arguments of `layout_stats`, kept until the ticket is released."""
+        self._layout_args = args
+
+    def layout_stats(self) -> LayoutStats:
+        """What this rank sent, as device tensors (no host sync).
+
+        Raises:
+            ProtocolError: the ticket is released.
+        """
+        if self._layout_args is None:
+            raise ProtocolError(f"{self.where}: layout_stats was called on a released ticket; call it before combine")
+        return layout_stats(*self._layout_args)
+
+    def release(self) -> None:
+        """Let go of every tensor and of the lane. Legal at any stage: an abandoned ticket is no error."""
+        self.stage = Stage.RELEASED
+        self.payload, self.state, self._layout_args = (), None, None
+        if self._return_lane is not None:
+            self._return_lane()
+        self.lane, self._return_lane = None, None

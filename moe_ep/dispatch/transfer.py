@@ -1,0 +1,206 @@
+"""A communication as two autograd nodes, *start* and *finish*.
+
+    forward   start: launch on the comm stream     finish: wait
+    backward  finish: launch the transpose         start: wait
+
+Start is created where the communication is issued, finish where its result is needed. With one node for both, autograd
+runs the consumer of each communication's gradient right behind it and backward overlaps nothing; with two, the order of
+backward mirrors forward, and what was interleaved in forward is interleaved in backward. No hooks on foreign nodes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..streams import CommStream, InFlight, is_async
+
+Tensors = tuple[Tensor, ...]
+# torch 2.13 renamed all_gather_into_tensor
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Transfer(Protocol):
+    """A communication and its transpose. All ranks make every call, also with zero rows."""
+
+    def forward(self, payload: Tensors) -> tuple[Tensors, list[Any]]:
+        """Allocate the results and start the collectives; returns them with the work handles."""
+        ...
+
+    def backward(self, grads: Tensors) -> tuple[Tensors, list[Any]]:
+        """The same for the gradients of the results."""
+        ...
+
+    def reduce(self, parts: Tensors) -> Tensors:
+        """Local work behind the transpose, on the compute stream: gradients of the payload."""
+        ...
+
+
+class Flight:
+    """One transfer of one ticket. Holds tensors only between a launch and its wait."""
+
+    def __init__(self, transfer: Transfer, comm: CommStream, what: str) -> None:
+        self.transfer = transfer
+        self._comm = comm
+        self._what = what
+        self._forward: InFlight | None = None
+        self._backward: InFlight | None = None
+
+    def launch_forward(self, payload: Tensors) -> Tensors:
+        """Send the payload; the results are not valid yet."""
+        sent = tuple(t.contiguous() for t in payload)
+        self._forward = self._comm.launch(self._what, lambda: self.transfer.forward(sent), keep=sent)
+        return self._forward.results
+
+    def wait_forward(self) -> None:
+        """Make the results valid on the caller's stream."""
+        assert self._forward is not None, "finish without start"
+        self._forward.wait()
+        self._forward = None
+
+    def launch_backward(self, grads: Tensors) -> None:
+        """Send the gradients of the results."""
+        sent = tuple(g.contiguous() for g in grads)
+        what = f"backward of {self._what}"
+        self._backward = self._comm.launch(what, lambda: self.transfer.backward(sent), keep=sent)
+
+    def wait_backward(self) -> Tensors:
+        """Gradients of the payload."""
+        assert self._backward is not None, "backward of start before backward of finish"
+        parts = self._backward.wait()
+        self._backward = None
+        return self.transfer.reduce(parts)
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, flight: Flight, *payload: Tensor) -> Tensors:
+        ctx.flight = flight
+        return flight.launch_forward(payload)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
+        # the gradients handed in are what finish sent away; the answer is what came back
+        return (None, *ctx.flight.wait_backward())
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, flight: Flight, *received: Tensor) -> Tensors:
+        ctx.flight = flight
+        flight.wait_forward()
+        return tuple(t.view_as(t) for t in received)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        ctx.flight.launch_backward(grads)
+        return (None, *grads)
+
+
+def start(flight: Flight, *payload: Tensor) -> Tensors:
+    """Launch; the returned tensors are not valid before `finish`."""
+    return _Start.apply(flight, *payload)
+
+
+def finish(flight: Flight, *received: Tensor) -> Tensors:
+    """Wait; returns the received tensors, valid on the caller's stream."""
+    return _Finish.apply(flight, *received)
+
+
+class AllToAllRows:
+    """Rows [S, ...] to the ranks they are for, in rank order; its transpose is itself with the splits swapped.
+
+    A buffer may be longer than its splits' sum: the rows behind are neither sent nor written, and nobody reads them.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, send: list[int], recv: list[int], send_rows: int, recv_rows: int
+    ) -> None:
+        self.group, self.send, self.recv = group, send, recv
+        self.send_rows, self.recv_rows = send_rows, recv_rows
+
+    def forward(self, payload: Tensors) -> tuple[Tensors, list[Any]]:
+        """Start sending rows [send_rows, ...]; results [recv_rows, ...]."""
+        return self._exchange(payload, self.send, self.recv, self.recv_rows)
+
+    def backward(self, grads: Tensors) -> tuple[Tensors, list[Any]]:
+        """Start sending gradients [recv_rows, ...] back; results [send_rows, ...]."""
+        return self._exchange(grads, self.recv, self.send, self.send_rows)
+
+    def reduce(self, parts: Tensors) -> Tensors:
+        """Nothing to add up."""
+        return parts
+
+    def _exchange(self, tensors: Tensors, send: list[int], recv: list[int], rows: int) -> tuple[Tensors, list[Any]]:
+        received, works = [], []
+        for tensor in tensors:
+            out = tensor.new_empty((rows, *tensor.shape[1:]))
+            works += all_to_all(out[: sum(recv)], tensor[: sum(send)], recv, send, self.group)
+            received.append(out)
+        return tuple(received), works
+
+
+class GatherRows:
+    """All-gather of equally long [C, ...] blocks to [R*C, ...]; the transpose sums the ranks' gradients.
+
+    The sum is a reduce-scatter, done as an equal all-to-all and a local sum in float32, rank ascending, rounded once:
+    NCCL's own reduce-scatter adds bfloat16 in bfloat16, in an order that is the library's.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, num_ranks: int, block: int) -> None:
+        self.group, self.num_ranks, self.block = group, num_ranks, block
+
+    def forward(self, payload: Tensors) -> tuple[Tensors, list[Any]]:
+        """Start gathering blocks [C, ...]; results [R*C, ...]."""
+        gathered, works = [], []
+        for tensor in payload:
+            out = tensor.new_empty((self.num_ranks * self.block, *tensor.shape[1:]))
+            works += all_gather(out, tensor, self.group)
+            gathered.append(out)
+        return tuple(gathered), works
+
+    def backward(self, grads: Tensors) -> tuple[Tensors, list[Any]]:
+        """Start sending each rank the gradients [C, ...] of its block; results [R*C, ...], one part a rank."""
+        even = [self.block] * self.num_ranks
+        return AllToAllRows(self.group, even, even, sum(even), sum(even)).forward(grads)
+
+    def reduce(self, parts: Tensors) -> Tensors:
+        """Sum the ranks' parts."""
+        return tuple(self._sum(part) for part in parts)
+
+    def _sum(self, part: Tensor) -> Tensor:
+        blocks = part.view(self.num_ranks, self.block, *part.shape[1:])
+        wide = torch.float64 if part.dtype == torch.float64 else torch.float32
+        total = blocks[0].to(wide)
+        for block in blocks[1:]:
+            total = total + block
+        return total.to(part.dtype)
+
+
+def all_to_all(
+    out: Tensor, tensor: Tensor, recv: list[int], send: list[int], group: dist.ProcessGroup | None
+) -> list[Any]:
+    """Start an uneven all-to-all of rows; without a group a copy. Returns work handles (none on CUDA)."""
+    if group is None or group.size() == 1:
+        out.copy_(tensor)
+        return []
+    work = dist.all_to_all_single(_raw(out), _raw(tensor), recv, send, group=group, async_op=is_async(tensor.device))
+    return [] if work is None else [work]
+
+
+def all_gather(out: Tensor, tensor: Tensor, group: dist.ProcessGroup | None) -> list[Any]:
+    """Start an all-gather of equal blocks; without a group a copy. Returns work handles (none on CUDA)."""
+    if group is None or group.size() == 1:
+        out.copy_(tensor)
+        return []
+    work = _all_gather_single(_raw(out), _raw(tensor), group=group, async_op=is_async(tensor.device))
+    return [] if work is None else [work]
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    # rows as bytes where a row has more than one element: moving needs no arithmetic type, and not every
+    # process group offers every floating type
+    return tensor.view(torch.uint8) if tensor.dim() > 1 and tensor.element_size() > 1 else tensor

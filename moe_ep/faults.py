@@ -1,0 +1,101 @@
+"""Faults that must reach every rank: what a rank tells the others, and the record for runs without a host sync.
+
+A fault is two integers, a code and a value. Dispatchers whose host reads counts anyway send the pair along with the
+counts, so the error comes at once and on every rank. Where nothing is read on the host, the pair goes into a
+`FaultRecord` on the device; the trainer reads it together with the loss, before the optimizer's step.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .errors import CapacityError, InputError, MoEError, NonFiniteError, PeerError
+from .routing import Routing, count_bad_ids
+
+
+class Fault(enum.IntEnum):
+    """Codes, in rising order of precedence."""
+
+    NONE = 0
+    BAD_INPUT = 1
+    TOO_MANY_TOKENS = 2
+    BAD_IDS = 3
+    BAD_GROUP = 4
+    NON_FINITE = 5
+
+
+_SENTENCES: dict[Fault, tuple[type[MoEError], str]] = {
+    Fault.BAD_INPUT: (InputError, "the input has a wrong shape, dtype or device; its own message says which"),
+    Fault.TOO_MANY_TOKENS: (CapacityError, "{value} tokens are more than max_tokens; raise it or send fewer"),
+    Fault.BAD_IDS: (InputError, "{value} expert ids lie outside [-1, {num_experts}); look at the router"),
+    Fault.BAD_GROUP: (InputError, "{value} routes of the grouped router name an expert outside their column's rank"),
+    Fault.NON_FINITE: (NonFiniteError, "non-finite router logits in {value} tokens; look at the input of the router"),
+}
+
+
+def describe(code: int, value: int, where: str, num_experts: int) -> MoEError:
+    """The error of one fault, `where` being such as "layer 3, micro-batch 0"."""
+    kind, sentence = _SENTENCES[Fault(code)]
+    return kind(f"{where}: {sentence.format(value=value, num_experts=num_experts)}")
+
+
+def raise_faults(statuses: Sequence[tuple[int, int]], rank: int, where: str, num_experts: int) -> None:
+    """Raise if any rank reported a fault: the own error where the fault is, PeerError elsewhere.
+
+    Args:
+        statuses: (code, value) of each rank, in rank order.
+        rank: this rank.
+        where: layer and micro-batch, for the message.
+        num_experts: E, for the message.
+    """
+    own_code, own_value = statuses[rank]
+    if own_code:
+        raise describe(own_code, own_value, where, num_experts)
+    for peer, (code, value) in enumerate(statuses):
+        if code:
+            fault = describe(code, value, where, num_experts)
+            raise PeerError(f"rank {peer} reported a fault, so that no rank goes on: {fault}")
+
+
+def routing_status(routing: Routing) -> Tensor:
+    """(code, value) of what can be wrong with a routing, int64 [2] on its device, without a host sync."""
+    bad_ids = count_bad_ids(routing)
+    bad_tokens = torch.zeros_like(bad_ids) if routing.bad_tokens is None else routing.bad_tokens.to(bad_ids.dtype)
+    code = torch.where(bad_ids > 0, int(Fault.BAD_IDS), int(Fault.NONE))
+    code = torch.where(bad_tokens > 0, int(Fault.NON_FINITE), code)
+    return torch.stack([code, torch.where(bad_tokens > 0, bad_tokens, bad_ids)])
+
+
+class FaultRecord:
+    """Sticky record of the worst fault of this rank, one int64 on the device: code, layer, micro-batch, value."""
+
+    def __init__(self, device: torch.device, num_experts: int) -> None:
+        self.num_experts = num_experts
+        self.word = torch.zeros((), dtype=torch.int64, device=device)
+
+    def note(self, status: Tensor, layer: int, micro_batch: int) -> None:
+        """Keep the larger of the record and this fault; no host sync, capturable."""
+        code, value = status[0], status[1].clamp_max((1 << 32) - 1)
+        packed = (code << 56) | ((layer & 0xFFFF) << 40) | ((micro_batch & 0xFF) << 32) | value
+        torch.maximum(self.word, torch.where(code > 0, packed, 0), out=self.word)
+
+    def raise_if_set(self, group: dist.ProcessGroup | None = None) -> None:
+        """Read the record (a host sync) and raise on every rank of the group if any rank has one; clears it.
+
+        Raises:
+            InputError, CapacityError, NonFiniteError: the worst fault of all ranks.
+        """
+        word = self.word.clone()
+        if group is not None and group.size() > 1:
+            dist.all_reduce(word, op=dist.ReduceOp.MAX, group=group)
+        packed = int(word.item())
+        if packed:
+            self.word.zero_()
+            layer, micro_batch = (packed >> 40) & 0xFFFF, (packed >> 32) & 0xFF
+            where = f"layer {layer}, micro-batch {micro_batch}"
+            raise describe(packed >> 56, packed & 0xFFFFFFFF, where, self.num_experts)

@@ -1,0 +1,149 @@
+"""Communication beside computation: the comm stream, work in flight, lanes.
+
+The only module, besides the dispatchers and the replica transport, that knows CUDA streams and events. On CPU the same
+code runs without streams: a launch collects asynchronous work handles, a wait waits for them.
+
+Memory rule. A tensor is allocated on the stream that writes it. `CommStream.launch` makes the comm stream wait for
+everything issued on the caller's stream so far *before* it allocates, so a block that the comm stream's pool hands out
+again cannot still be read by work that the caller issued earlier. What a launch reads is kept alive by the `InFlight`
+until the caller's stream has waited for it, so the caller's pool cannot hand that block out too early either.
+No `record_stream` is needed, and no memory waits for an event to be polled.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .errors import PeerError
+
+Launch = Callable[[], tuple[tuple[Tensor, ...], list[Any]]]
+
+# One comm stream per (device, group): dispatchers that share a group share its order of communication.
+_streams: dict[tuple[torch.device, str], CommStream] = {}
+
+
+class InFlight:
+    """One launched communication: its results are valid on the caller's stream only after `wait`."""
+
+    def __init__(
+        self, what: str, results: tuple[Tensor, ...], works: list[Any], event: Any, keep: Sequence[Any]
+    ) -> None:
+        self.what = what
+        self.results = results
+        self._works = works
+        self._event = event
+        self._keep: Sequence[Any] = keep
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """Make the caller's stream (on CPU: the host) wait; returns the results and lets go of the inputs.
+
+        Raises:
+            PeerError: a collective failed or timed out; the message says which.
+        """
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as err:
+            raise PeerError(
+                f"{self.what}: communication with the other ranks failed ({str(err).splitlines()[0]}). A rank was "
+                "lost, stopped, or did not make the same call; look at the first error among all ranks"
+            ) from err
+        results, self.results, self._works, self._keep = self.results, (), [], ()
+        return results
+
+    def wait_on_host(self) -> tuple[Tensor, ...]:
+        """As `wait`, and block the host until the results can be read there."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self.wait()
+
+    @property
+    def event(self) -> Any:
+        """The CUDA event of its end, None on CPU."""
+        return self._event
+
+
+class CommStream:
+    """Where the communication of one (device, group) is issued, in one order on all ranks."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        # -1 is a high priority in CUDA's numbering; a waiting kernel then goes before compute's queued blocks
+        self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+
+    def launch(self, what: str, fn: Launch, keep: Sequence[Any] = ()) -> InFlight:
+        """Run `fn`, which allocates its outputs and starts collectives, beside the caller's stream.
+
+        Args:
+            what: for messages, such as "dispatch of layer 3, micro-batch 0".
+            fn: returns (outputs, work handles to wait for; empty on CUDA).
+            keep: what `fn` reads, kept alive until `InFlight.wait`.
+        """
+        if self.stream is None:
+            results, works = fn()
+            return InFlight(what, results, works, None, keep)
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            results, works = fn()
+            event = torch.cuda.Event()
+            event.record(self.stream)
+        return InFlight(what, results, works, event, keep)
+
+
+def comm_stream(device: torch.device, group: dist.ProcessGroup | None) -> CommStream:
+    """The comm stream of (device, group), made at first use."""
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    key = (device, "" if group is None else group.group_name)
+    if key not in _streams:
+        _streams[key] = CommStream(device)
+    return _streams[key]
+
+
+def is_async(device: torch.device) -> bool:
+    """Whether a collective must be started with async_op=True: on CPU; a CUDA stream is asynchronous anyway."""
+    return device.type != "cuda"
+
+
+class Lane:
+    """What one in-flight micro-batch needs for itself: a host buffer for counts, and the event of its last writer."""
+
+    def __init__(self, num_ints: int, pinned: bool) -> None:
+        self.host = torch.empty(num_ints, dtype=torch.int64, pin_memory=pinned)
+        self.event: Any = None
+
+    def idle(self) -> bool:
+        """Whether nothing on the device may still write the buffer."""
+        return self.event is None or self.event.query()
+
+
+class LanePool:
+    """Lanes of one dispatcher. A lane comes back when its ticket is done or dies, whatever stage that is in."""
+
+    def __init__(self, num_ints: int) -> None:
+        self._num_ints = num_ints
+        self._free: list[Lane] = []
+        self.num_lanes = 0
+
+    def borrow(self, owner: object, device: torch.device) -> tuple[Lane, Callable[[], Any]]:
+        """A lane for `owner`, and the function that returns it (also called when the owner dies)."""
+        lane = next((lane for lane in self._free if lane.idle()), None)
+        if lane is None:
+            lane = Lane(self._num_ints, device.type == "cuda")
+            self.num_lanes += 1
+        else:
+            self._free.remove(lane)
+        return lane, weakref.finalize(owner, self._free.append, lane)
+
+    @property
+    def num_free(self) -> int:
+        """Lanes that no ticket holds."""
+        return len(self._free)
