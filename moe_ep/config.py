@@ -154,6 +154,11 @@ def check_moe(config: MoEConfig) -> None:
         "shared_expert_gate = true needs num_shared_experts >= 1, got 0",
     )
     require(
+        config.aux_loss_coef == 0 or config.aux_loss != "none",
+        f"aux_loss_coef = {config.aux_loss_coef} needs aux_loss = 'batch' or 'sequence', got 'none'; "
+        "name a level or set the coefficient to 0",
+    )
+    require(
         config.bias_update_rate == 0 or config.router == "sigmoid",
         f"bias_update_rate = {config.bias_update_rate} works with router = 'sigmoid', got {config.router!r}; "
         "set it to 0 or change the router",

@@ -10,12 +10,13 @@ import importlib
 import importlib.metadata
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from ..config import DispatchConfig, nearest
-from ..errors import PeerError, RecipeError, Unavailable
+from ..errors import MoEError, RecipeError, Unavailable
+from .agreement import agree
 from .base import Dispatcher
 from .capabilities import capability_reasons
 
@@ -103,6 +104,15 @@ def unavailable_reasons(config: DispatchConfig, group: dist.ProcessGroup | None)
     return capability_reasons(cls.capabilities, config, num_ranks) or cls.unavailable_reasons(config, group)
 
 
+def refusal(config: DispatchConfig, group: dist.ProcessGroup | None) -> MoEError | None:
+    """The error that `build_dispatcher` would raise on this rank, None where it can run."""
+    reasons = unavailable_reasons(config, group)
+    if not reasons:
+        return None
+    kind = Unavailable if config.name in known_dispatchers() else RecipeError
+    return kind(f"dispatcher {config.name!r} cannot run here: {'; '.join(reasons)}")
+
+
 def build_dispatcher(config: DispatchConfig, group: dist.ProcessGroup | None = None) -> Dispatcher:
     """The dispatcher of (configuration, group), shared by all layers that ask for it. Collective over the group.
 
@@ -112,39 +122,14 @@ def build_dispatcher(config: DispatchConfig, group: dist.ProcessGroup | None = N
 
     Raises:
         RecipeError: no such dispatcher; the message has the nearest name.
-        Unavailable: some rank cannot run it; the same message on every rank.
-        PeerError: the ranks disagree about the configuration; the message names the difference on every rank.
+        Unavailable: this rank cannot run it, with every reason and the way out.
+        PeerError: the ranks disagree about the configuration, or another one cannot run it; no rank is left waiting.
     """
     key = (config, group)
     if key not in _built:
-        _agree(config, unavailable_reasons(config, group), group)
+        agree("the dispatcher", asdict(config), refusal(config, group), group)
         _built[key] = find_dispatcher(config.name)(config, group)
     return _built[key]
-
-
-def _agree(config: DispatchConfig, reasons: list[str], group: dist.ProcessGroup | None) -> None:
-    """Every rank learns what every other one wants and cannot do, and raises the same."""
-    mine: tuple[dict[str, Any], list[str]] = (asdict(config), reasons)
-    everybody = [mine]
-    if group is not None and group.size() > 1:
-        gathered: list[Any] = [None] * group.size()
-        dist.all_gather_object(gathered, mine, group=group)
-        everybody = gathered
-    first = everybody[0][0]
-    differences = [
-        f"{key} is {first[key]!r} on rank 0 and {other[key]!r} on rank {rank}"
-        for rank, (other, _) in enumerate(everybody)
-        for key in first
-        if other[key] != first[key]
-    ]
-    if differences:
-        raise PeerError(f"the ranks disagree about the dispatcher: {'; '.join(differences)}. Give all the same recipe")
-    refused = [(rank, why) for rank, (_, why) in enumerate(everybody) if why]
-    if refused:
-        rank, why = refused[0]
-        where = "" if len(everybody) == 1 or len(refused) == len(everybody) else f" on rank {rank}"
-        error = Unavailable if config.name in known_dispatchers() else RecipeError
-        raise error(f"dispatcher {config.name!r} cannot run{where}: {'; '.join(why)}")
 
 
 def close_dispatchers(group: dist.ProcessGroup | None = None) -> None:
