@@ -1,0 +1,147 @@
+"""Configuration is refused early, in one sentence with key, value and what would be valid."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_ep.config import DTYPES, DispatchConfig, MoEConfig, from_mapping, nearest
+from moe_ep.errors import RecipeError
+
+SIZES: dict[str, Any] = {"hidden_size": 64, "expert_intermediate_size": 32, "num_experts": 8, "top_k": 2}
+WHERE = "some.toml [moe]"
+
+
+def test_the_smallest_configuration_has_the_documented_defaults() -> None:
+    config = MoEConfig(**SIZES)
+    assert (config.dispatcher, config.experts, config.router) == ("all2all", "torch", "softmax")
+    assert (config.weighting, config.kernels, config.dtype) == ("output", "auto", "float32")
+    assert (config.aux_loss_coef, config.z_loss_coef, config.bias_update_rate) == (0.0, 0.0, 0.0)
+
+
+def test_the_dispatcher_sees_its_part() -> None:
+    extra = {"dispatcher": "agrs", "max_tokens": 128, "router": "grouped", "num_groups": 2, "num_sms": 8}
+    config = MoEConfig(**SIZES, **extra, dtype="bfloat16", capacity_factor=1.5, options=(("expand", True),))
+    assert config.dispatch() == DispatchConfig(
+        name="agrs", num_experts=8, top_k=2, hidden_size=64, dtype="bfloat16", max_tokens=128, router="grouped",
+        num_groups=2, capacity_factor=1.5, num_sms=8, options=(("expand", True),),
+    )  # fmt: skip
+
+
+def test_every_field_that_both_have_is_handed_over() -> None:
+    shared = {f.name for f in dataclasses.fields(MoEConfig)} & {f.name for f in dataclasses.fields(DispatchConfig)}
+    changed = {
+        "num_experts": 16, "top_k": 4, "hidden_size": 96, "dtype": "float64", "max_tokens": 7, "router": "grouped",
+        "num_groups": 4, "capacity_factor": 2.0, "num_sms": 3, "options": (("a", 1),),
+    }  # fmt: skip
+    assert set(changed) == shared
+    part = MoEConfig(**{**SIZES, **changed}).dispatch()
+    assert {name: getattr(part, name) for name in shared} == changed
+
+
+REFUSED = [
+    ({"top_k": 9}, "top_k = 9 is larger than num_experts = 8; choose top_k <= num_experts"),
+    ({"top_k": 0}, "top_k must be at least 1, got 0"),
+    ({"hidden_size": -4}, "hidden_size must be at least 1, got -4"),
+    ({"num_experts": 0}, "num_experts must be at least 1, got 0"),
+    ({"dtype": "float8"}, "dtype 'float8' is not one of float32, bfloat16, float16, float64"),
+    ({"aux_loss_coef": -0.1}, "aux_loss_coef must not be negative, got -0.1"),
+    ({"num_shared_experts": 1}, "num_shared_experts = 1 needs shared_intermediate_size >= 1, got 0"),
+    ({"shared_expert_gate": True}, "shared_expert_gate = true needs num_shared_experts >= 1, got 0"),
+    ({"bias_update_rate": 0.1}, "bias_update_rate = 0.1 works with router = 'sigmoid', got 'softmax'"),
+    ({"capacity_factor": 0.5}, "capacity_factor must be at least 1 (rows are never dropped), got 0.5"),
+    ({"num_groups": 2}, "num_groups = 2 works with router = 'grouped', got 'softmax'"),
+    ({"router": "grouped"}, "router = 'grouped' needs num_groups >= 1, got 0"),
+    ({"router": "grouped", "num_groups": 3}, "num_groups = 3 must divide num_experts = 8 and top_k = 2"),
+    ({"router": "grouped", "num_groups": 2, "top_k": 3}, "num_groups = 2 must divide num_experts = 8 and top_k = 3"),
+]
+
+
+@pytest.mark.parametrize(("change", "text"), REFUSED)
+def test_what_no_machine_could_run_is_refused(change: dict[str, Any], text: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        MoEConfig(**{**SIZES, **change})
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_listed_dtype_is_one_of_torch(dtype: str) -> None:
+    assert MoEConfig(**SIZES, dtype=dtype).dtype == dtype
+    assert getattr(torch, dtype).is_floating_point
+
+
+def test_a_table_becomes_a_configuration() -> None:
+    assert from_mapping(MoEConfig, {**SIZES, "router": "sigmoid", "routed_scale": 2}, WHERE) == MoEConfig(
+        **SIZES, router="sigmoid", routed_scale=2.0
+    )
+
+
+TABLES = [
+    ({**SIZES, "dispacher": "agrs"}, "some.toml [moe]: unknown key 'dispacher'; did you mean 'dispatcher'?"),
+    ({"hidden_size": 64}, "some.toml [moe]: key 'expert_intermediate_size' is missing; it has no default"),
+    ({**SIZES, "top_k": "2"}, "some.toml [moe].top_k = '2' must be int, got str"),
+    ({**SIZES, "top_k": 2.0}, "some.toml [moe].top_k = 2.0 must be int, got float"),
+    ({**SIZES, "top_k": True}, "some.toml [moe].top_k = True must be int, got bool"),
+    ({**SIZES, "routed_scale": True}, "some.toml [moe].routed_scale = True must be float, got bool"),
+    ({**SIZES, "normalize_weights": 1}, "some.toml [moe].normalize_weights = 1 must be bool, got int"),
+    ({**SIZES, "router": "hash"}, "some.toml [moe].router = 'hash' is not one of 'softmax', 'sigmoid', 'grouped'"),
+    ({**SIZES, "max_tokens": "many"}, "some.toml [moe].max_tokens = 'many' must be int, got str"),
+    ({**SIZES, "options": "x"}, "some.toml [moe].options = 'x' must be a list"),
+    ({**SIZES, "top_k": 9}, "some.toml [moe]: top_k = 9 is larger than num_experts = 8"),
+]
+
+
+@pytest.mark.parametrize(("table", "text"), TABLES)
+def test_a_bad_table_names_where_key_value_and_what_is_valid(table: dict[str, Any], text: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        from_mapping(MoEConfig, table, WHERE)
+    assert str(caught.value).startswith(text)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sample:
+    number: float = 1.0
+    either: int | str | None = None
+    choice: Literal["a", "b"] = "a"
+    items: tuple[Any, ...] = ()
+
+
+def test_optional_unions_lists_and_whole_numbers_for_floats() -> None:
+    made = from_mapping(Sample, {"number": 3, "either": "x", "choice": "b", "items": [1, [2]]}, "t")
+    assert made == Sample(number=3.0, either="x", choice="b", items=(1, [2]))
+    assert isinstance(made.number, float)
+    assert from_mapping(Sample, {"either": None}, "t").either is None
+
+
+def test_a_union_that_nothing_fits_says_every_reason() -> None:
+    with pytest.raises(RecipeError) as caught:
+        from_mapping(Sample, {"either": 1.5}, "t")
+    assert str(caught.value) == "t.either = 1.5 must be int, got float; or t.either = 1.5 must be str, got float"
+
+
+def test_the_nearest_name_comes_first() -> None:
+    assert nearest("al2all", ["local", "all2all", "agrs"]) == "did you mean 'all2all'? known: agrs, all2all, local"
+    assert nearest("xyz", ["local"]) == "known: local"
+    assert nearest("xyz", []) == "known: none"
+
+
+@given(
+    experts=st.integers(1, 64),
+    top_k=st.integers(1, 64),
+    groups=st.integers(1, 8),
+)
+def test_a_grouped_router_is_taken_exactly_when_every_group_can_give_its_share(
+    experts: int, top_k: int, groups: int
+) -> None:
+    table = {**SIZES, "num_experts": experts, "top_k": top_k, "router": "grouped", "num_groups": groups}
+    fits = experts % groups == 0 and top_k % groups == 0 and top_k <= experts
+    if fits:
+        assert from_mapping(MoEConfig, table, WHERE).num_groups == groups
+    else:
+        with pytest.raises(RecipeError):
+            from_mapping(MoEConfig, table, WHERE)
