@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -142,12 +143,21 @@ def check_moe(config: MoEConfig) -> None:
         config.top_k <= config.num_experts,
         f"top_k = {config.top_k} is larger than num_experts = {config.num_experts}; choose top_k <= num_experts",
     )
-    for name in ("num_shared_experts", "aux_loss_coef", "z_loss_coef", "bias_update_rate"):
-        require(getattr(config, name) >= 0, f"{name} must not be negative, got {getattr(config, name)}")
+    for name in ("max_tokens", "num_sms"):
+        value = getattr(config, name)
+        require(value is None or value >= 1, f"{name} must be at least 1, got {value}; or leave it unset")
+    for name in ("num_shared_experts", "aux_loss_coef", "z_loss_coef", "bias_update_rate", "init_std"):
+        value = getattr(config, name)
+        require(0 <= value < math.inf, f"{name} must be finite and not negative, got {value}")
+    require(0 < config.routed_scale < math.inf, f"routed_scale must be finite and positive, got {config.routed_scale}")
     require(
         config.num_shared_experts == 0 or config.shared_intermediate_size >= 1,
         f"num_shared_experts = {config.num_shared_experts} needs shared_intermediate_size >= 1, "
         f"got {config.shared_intermediate_size}",
+    )
+    require(
+        config.num_shared_experts > 0 or config.shared_intermediate_size == 0,
+        f"shared_intermediate_size = {config.shared_intermediate_size} needs num_shared_experts >= 1, got 0",
     )
     require(
         not config.shared_expert_gate or config.num_shared_experts > 0,
@@ -164,8 +174,8 @@ def check_moe(config: MoEConfig) -> None:
         "set it to 0 or change the router",
     )
     require(
-        config.capacity_factor is None or config.capacity_factor >= 1,
-        f"capacity_factor must be at least 1 (rows are never dropped), got {config.capacity_factor}",
+        config.capacity_factor is None or 1 <= config.capacity_factor < math.inf,
+        f"capacity_factor must be finite and at least 1 (rows are never dropped), got {config.capacity_factor}",
     )
     _check_groups(config)
 

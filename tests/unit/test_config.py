@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, Literal
 
 import pytest
@@ -50,11 +51,19 @@ REFUSED = [
     ({"hidden_size": -4}, "hidden_size must be at least 1, got -4"),
     ({"num_experts": 0}, "num_experts must be at least 1, got 0"),
     ({"dtype": "float8"}, "dtype 'float8' is not one of float32, bfloat16, float16, float64"),
-    ({"aux_loss_coef": -0.1}, "aux_loss_coef must not be negative, got -0.1"),
+    ({"max_tokens": 0}, "max_tokens must be at least 1, got 0; or leave it unset"),
+    ({"num_sms": -2}, "num_sms must be at least 1, got -2"),
+    ({"aux_loss_coef": -0.1}, "aux_loss_coef must be finite and not negative, got -0.1"),
+    ({"z_loss_coef": math.nan}, "z_loss_coef must be finite and not negative, got nan"),
+    ({"init_std": math.inf}, "init_std must be finite and not negative, got inf"),
+    ({"routed_scale": 0.0}, "routed_scale must be finite and positive, got 0.0"),
+    ({"routed_scale": math.nan}, "routed_scale must be finite and positive, got nan"),
+    ({"aux_loss": "none", "aux_loss_coef": 0.1}, "aux_loss_coef = 0.1 needs aux_loss = 'batch' or 'sequence', got"),
+    ({"shared_intermediate_size": 8}, "shared_intermediate_size = 8 needs num_shared_experts >= 1, got 0"),
     ({"num_shared_experts": 1}, "num_shared_experts = 1 needs shared_intermediate_size >= 1, got 0"),
     ({"shared_expert_gate": True}, "shared_expert_gate = true needs num_shared_experts >= 1, got 0"),
     ({"bias_update_rate": 0.1}, "bias_update_rate = 0.1 works with router = 'sigmoid', got 'softmax'"),
-    ({"capacity_factor": 0.5}, "capacity_factor must be at least 1 (rows are never dropped), got 0.5"),
+    ({"capacity_factor": 0.5}, "capacity_factor must be finite and at least 1 (rows are never dropped), got 0.5"),
     ({"num_groups": 2}, "num_groups = 2 works with router = 'grouped', got 'softmax'"),
     ({"router": "grouped"}, "router = 'grouped' needs num_groups >= 1, got 0"),
     ({"router": "grouped", "num_groups": 3}, "num_groups = 3 must divide num_experts = 8 and top_k = 2"),
