@@ -1,0 +1,80 @@
+"""From a recipe and the running ranks to a `Trainer`: text, model, sharding, optimizer, resume. All is collective."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from moe_ep.layer import moe_layers
+from moe_ep.recompute import recompute_context_fn
+from recipes import checkpoint
+from recipes.corpus import Corpus, load_corpus
+from recipes.data import TrainData, ValidData, encode
+from recipes.model import Decoder
+from recipes.optim import ShardedAdamW, owned_parameters
+from recipes.parallel import Ranks, expert_names, recompute, same_everywhere, shard
+from recipes.recipe import SECTIONS, Recipe
+from recipes.train_loop import Trainer, samples_per_step
+
+
+def flatten(recipe: Recipe) -> dict[str, Any]:
+    """`section.key` -> value."""
+    return {
+        f"{name}.{key}": value for name in SECTIONS for key, value in dataclasses.asdict(getattr(recipe, name)).items()
+    }
+
+
+def build(recipe: Recipe, ranks: Ranks) -> Trainer:
+    """Build everything; errors of one rank are raised on all of them.
+
+    Raises:
+        MoEError: a corpus, a dispatcher or a sharding that cannot be, or ranks that disagree.
+    """
+    facts = {**flatten(recipe), "torch version": torch.__version__, "device type": ranks.device.type}
+    same_everywhere(ranks, facts, recipe.source)
+    corpus: Corpus = ranks.together(lambda: load_corpus(recipe.data.path, recipe.data.valid_fraction))
+    same_everywhere(ranks, {"digest of the training text": corpus.info.sha256}, recipe.source)
+    length = recipe.train.sequence_length
+    train_data = ranks.together(lambda: TrainData(encode(corpus.train), length, recipe.train.seed))
+    valid_data = ranks.together(lambda: ValidData(encode(corpus.valid), length))
+    if recipe.train.deterministic:
+        torch.use_deterministic_algorithms(True)
+    model: Decoder = ranks.together(lambda: build_model(recipe, ranks))
+    owned = owned_parameters(model.named_parameters(), expert_names(model), ranks.rank)
+    optimizer = ShardedAdamW(owned, recipe.train.weight_decay)
+    entries = checkpoint.Entries(model, optimizer, ranks, recipe.model.num_experts)
+    return Trainer(recipe, ranks, model, optimizer, train_data, valid_data, corpus.info, entries)
+
+
+def build_model(recipe: Recipe, ranks: Ranks) -> Decoder:
+    """The model on this rank's device, with its initial weights, sharded; the same for every number of ranks."""
+    model = Decoder(recipe.model, recipe.moe_config(), ranks.ep_group)
+    assert bool(moe_layers(model)) == recipe.has_moe, "the model has no MoE layer although the recipe asks for one"
+    model.reset_parameters(recipe.train.seed)
+    model.to(ranks.device)
+    recompute(model, recipe.train.recompute, recompute_context_fn)
+    shard(model, ranks, recipe.model.torch_dtype)
+    return model
+
+
+def resume(trainer: Trainer) -> str:
+    """Take up a checkpoint if the recipe means one; returns a sentence for the log. Collective.
+
+    Raises:
+        CheckpointError: on every rank.
+    """
+    recipe, ranks = trainer.recipe, trainer.ranks
+    folder = recipe.folder / "checkpoints"
+    path = ranks.together(lambda: checkpoint.find(recipe.checkpoint.resume, folder))
+    same_everywhere(ranks, {"checkpoint": path and path.name}, recipe.source)
+    if path is None:
+        return "starts at step 0"
+    parts = (trainer.model, trainer.optimizer, trainer.entries)
+    progress = checkpoint.restore(path, dataclasses.asdict(recipe.model), *parts, ranks)
+    trainer.step = progress.step
+    trainer.saved_step = progress.step if path.parent == folder else -1
+    before, now = progress.samples_per_step, samples_per_step(recipe, ranks)
+    shift = "" if before == now else f" (a step has {now} sequences, not {before} as before: other text follows)"
+    return f"resumes at step {progress.step} from {path}{shift}"

@@ -1,0 +1,89 @@
+"""Noticing a lost rank: what a failed collective says, and a heartbeat that needs no collective.
+
+gloo fails at once when a peer's process ends. NCCL waits on the device, so that nothing in Python would raise: every
+rank therefore also writes a beat into the launcher's store from a thread, and ends when another's beat stops.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+import time
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from recipes.parallel import Ranks
+
+_LOST = re.compile(
+    r"gloo|connection (closed|reset|refused)|timed out|timeout|broken pipe|nccl (error|communicator)|"
+    r"remote process exited|watchdog|socket",
+    re.IGNORECASE,
+)
+
+
+def is_lost_peer(err: BaseException) -> bool:
+    """Whether an exception (or one that it was raised from) says that another rank is gone or does not answer."""
+    seen: BaseException | None = err
+    while seen is not None:
+        if isinstance(seen, dist.DistBackendError | dist.DistNetworkError):
+            return True
+        if type(seen) is RuntimeError and _LOST.search(str(seen)):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+def watch_peers(ranks: Ranks, timeout_s: float, exit_code: int) -> None:
+    """Start the heartbeat; one rank alone has nothing to watch.
+
+    The process ends with `exit_code` and a message when another rank has been silent for `timeout_s`. The thread
+    beats while its process lives, however long a step takes.
+    """
+    if ranks.group is None:
+        return
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    beat = Heartbeat(PrefixStore("heartbeat", store), ranks, timeout_s, exit_code)
+    threading.Thread(target=beat.run, name="heartbeat", daemon=True).start()
+
+
+class Heartbeat:
+    """Beats and listens, four times in `timeout_s` (at most every 5 s)."""
+
+    def __init__(self, store: Store, ranks: Ranks, timeout_s: float, exit_code: int) -> None:
+        self.store, self.ranks, self.timeout_s, self.exit_code = store, ranks, timeout_s, exit_code
+        self.period_s = min(5.0, timeout_s / 4)
+        self.heard = {peer: (b"", time.monotonic()) for peer in range(ranks.world_size) if peer != ranks.rank}
+
+    def run(self) -> None:
+        """Until the process ends, or the store does (then the launcher ends the job)."""
+        count = 0
+        try:
+            while True:
+                count += 1
+                self.store.set(str(self.ranks.rank), str(count))
+                lost = self.listen()
+                if lost is not None:
+                    self.end(lost)
+                time.sleep(self.period_s)
+        except (dist.DistError, RuntimeError):
+            return
+
+    def listen(self) -> int | None:
+        """A peer whose beat has not changed for `timeout_s`, or None."""
+        now = time.monotonic()
+        for peer, (value, since) in self.heard.items():
+            fresh = self.store.get(str(peer)) if self.store.check([str(peer)]) else b""
+            if fresh != value:
+                self.heard[peer] = (fresh, now)
+            elif now - since > self.timeout_s:
+                return peer
+        return None
+
+    def end(self, lost: int) -> None:
+        """Say who is lost and leave: the main thread may wait for ever."""
+        text = f"rank {self.ranks.rank}: rank {lost} gave no sign of life for {self.timeout_s:g} s (train.timeout_s)"
+        print(f"{text}; this rank stops", file=sys.stderr, flush=True)
+        os._exit(self.exit_code)

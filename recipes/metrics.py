@@ -1,0 +1,210 @@
+"""What a step did: sums over micro-batches and ranks, one row of metrics.jsonl, one line for people.
+
+Sums of one step travel in one all-reduce, as float64: token and route counts stay exact up to 2^53.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_ep.layer import MoEAux
+from moe_ep.load import imbalance, rank_load
+from recipes.model import ModelConfig
+
+# Dense bf16 TFLOP/s without sparsity, from the vendor's data sheets; matched against the device's name.
+PEAK_TFLOPS = {"B200": 2250.0, "H200": 989.0, "H100 PCIe": 756.0, "H100": 989.0, "A100": 312.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSums:
+    """One step over all micro-batches and ranks.
+
+    Attributes:
+        tokens: tokens with a target.
+        loss: mean cross-entropy, nats per token, balancing losses excluded.
+        aux_loss, z_loss: unscaled, token-weighted means over pieces, averaged over the MoE layers; None without any.
+        load: int64 [layers, E], routes of each MoE layer to each expert.
+        cross_rank_routes: routes that left their rank, all layers.
+        stop: some rank was told to stop.
+    """
+
+    tokens: int
+    loss: float
+    aux_loss: float | None
+    z_loss: float | None
+    load: Tensor
+    cross_rank_routes: int
+    stop: bool
+
+
+class Tally:
+    """Adds up micro-batches on the device, without a host sync.
+
+    Args:
+        num_layers: MoE layers, in the model's order.
+        num_experts: E.
+        device: of the losses.
+    """
+
+    def __init__(self, num_layers: int, num_experts: int, device: torch.device) -> None:
+        self.head = torch.zeros(3, dtype=torch.float64, device=device)  # tokens, loss, crossing routes
+        self.losses = torch.zeros(2, num_layers, dtype=torch.float64, device=device)
+        self.load = torch.zeros(num_layers, num_experts, dtype=torch.float64, device=device)
+
+    @torch.no_grad()
+    def add(self, tokens: int, loss_sum: Tensor, auxes: Sequence[MoEAux]) -> None:
+        """One micro-batch: its tokens, the sum of their losses, and what its layers say."""
+        self.head[0] += tokens
+        self.head[1] += loss_sum.detach()
+        for layer, aux in enumerate(auxes):
+            self.losses[0, layer] += aux.aux_loss * aux.num_tokens
+            self.losses[1, layer] += aux.z_loss * aux.num_tokens
+            self.load[layer] += aux.load
+            self.head[2] += aux.cross_rank_routes
+
+    def pack(self, stop: bool) -> Tensor:
+        """Everything as one float64 vector, ready to be summed over ranks."""
+        flag = self.head.new_tensor([float(stop)])
+        return torch.cat([self.head, flag, self.losses.flatten(), self.load.flatten()])
+
+    def unpack(self, packed: Tensor) -> StepSums:
+        """The means and counts in a summed vector; the one host read of a step."""
+        values = packed.cpu()
+        tokens, loss, crossing, stop = values[:4].tolist()
+        layers = self.load.shape[0]
+        aux = values[4 : 4 + 2 * layers].view(2, layers).sum(1) / (max(tokens, 1) * max(layers, 1))
+        return StepSums(
+            tokens=int(tokens),
+            loss=loss / max(tokens, 1),
+            aux_loss=aux[0].item() if layers else None,
+            z_loss=aux[1].item() if layers else None,
+            load=values[4 + 2 * layers :].view(self.load.shape).to(torch.int64),
+            cross_rank_routes=int(crossing),
+            stop=stop > 0,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of metrics.jsonl; null where a value does not apply. Imbalance = max/mean, 1 is balanced.
+
+    Attributes:
+        tokens_per_s: over all ranks. tflops_per_rank, mfu: of the model's matrix products, recompute not counted.
+        step_s, data_s: the whole step, and the part of it spent on making batches.
+        peak_mib: most memory of rank 0's process (CPU) or device.
+        expert_imbalance, rank_imbalance_before, _after: per MoE layer; before and after replicas.
+        host_syncs: that the dispatchers declare for this step; null on the CPU, which has none.
+        valid_loss, valid_unigram_entropy: nats/byte of the held-out text, on steps that validate.
+    """
+
+    step: int
+    loss: float
+    aux_loss: float | None
+    z_loss: float | None
+    grad_norm: float
+    lr: float
+    tokens_per_s: float
+    tflops_per_rank: float
+    mfu: float | None
+    step_s: float
+    data_s: float
+    peak_mib: float
+    expert_imbalance: list[float]
+    rank_imbalance_before: list[float]
+    rank_imbalance_after: list[float] | None
+    replicas: list[int] | None
+    cross_rank_routes: int
+    host_syncs: int | None
+    eta_s: float
+    valid_loss: float | None = None
+    valid_unigram_entropy: float | None = None
+
+
+def load_fields(sums: StepSums, ep_size: int) -> dict[str, Any]:
+    """The fields of a row that come from the loads."""
+    return {
+        "expert_imbalance": imbalance(sums.load).tolist(),
+        "rank_imbalance_before": imbalance(rank_load(sums.load, ep_size)).tolist(),
+        "rank_imbalance_after": None,
+        "replicas": None,
+        "cross_rank_routes": sums.cross_rank_routes,
+    }
+
+
+def flops_per_token(config: ModelConfig, sequence_length: int) -> float:
+    """Floating-point operations of forward and backward for one token: 6 per weight it meets, and causal attention."""
+    heads = config.num_attention_heads * config.head_dim
+    attention = config.hidden_size * (2 * heads + 2 * config.num_kv_heads * config.head_dim)
+    sparse = config.hidden_size * (
+        3 * config.top_k * config.expert_intermediate_size
+        + 3 * config.num_shared_experts * config.shared_intermediate_size
+        + config.num_experts
+    )
+    dense = 3 * config.hidden_size * config.intermediate_size
+    num_dense = config.first_dense_layers
+    weights = config.num_layers * attention + num_dense * dense + (config.num_layers - num_dense) * sparse
+    weights += config.vocab_size * config.hidden_size
+    return 6.0 * weights + 6.0 * config.num_layers * heads * sequence_length
+
+
+def peak_tflops(device: torch.device, dtype: str) -> float | None:
+    """What the device can do in this precision; None where that is not known."""
+    if device.type != "cuda" or dtype not in ("bfloat16", "float16"):
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAK_TFLOPS.items() if part in name), None)
+
+
+def peak_mib(device: torch.device) -> float:
+    """Most memory so far, MiB: allocated on the GPU, or resident in this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+
+
+class MetricsFile:
+    """metrics.jsonl of a run; rows after `step` are dropped, so that a resumed run has each step once."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        self.path = path
+        kept = [row for row in read_rows(path) if row["step"] <= step]
+        path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+
+    def add(self, row: Row) -> None:
+        """Append one row."""
+        with self.path.open("a") as out:
+            out.write(json.dumps(asdict(row), allow_nan=False) + "\n")
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """All complete rows; a last line that a killed run left half written is not one."""
+    if not path.exists():
+        return []
+    text = path.read_text()
+    complete = text[: text.rfind("\n") + 1]
+    return [json.loads(line) for line in complete.splitlines()]
+
+
+def console_line(row: Row, steps: int) -> str:
+    """One line for people."""
+    layers = row.expert_imbalance
+    spread = f"{sum(layers) / len(layers):.2f}" if layers else "-"
+    rate = f"{row.tokens_per_s / 1e3:.1f}k" if row.tokens_per_s < 1e6 else f"{row.tokens_per_s / 1e6:.2f}M"
+    line = (
+        f"step {row.step:>{len(str(steps))}}/{steps}  loss {row.loss:.4f}  grad {row.grad_norm:.3f}  lr {row.lr:.2e}  "
+        f"{rate} tok/s  imbalance {spread}  {row.step_s:.3f} s/step  eta {timedelta(seconds=round(row.eta_s))}"
+    )
+    if row.valid_loss is None:
+        return line
+    return f"{line}  valid {row.valid_loss:.4f} (unigram {row.valid_unigram_entropy:.2f})"

@@ -1,0 +1,253 @@
+"""Ranks, devices and sharding: the process group, the (dp, ep) mesh, FSDP2, recompute, and how ranks agree on an error.
+
+A loss here is a sum divided by the global number of tokens, so a gradient is a plain sum over ranks everywhere.
+Experts are sharded over `dp` only: the dispatcher's backward already sums over the tokens of all `ep` ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import moe_ep.errors
+from moe_ep.config import require
+from moe_ep.errors import MoEError, PeerError, RecipeError
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What the launcher says about this process (one rank where it was started without torchrun)."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+    @classmethod
+    def from_env(cls) -> Launch:
+        """Read torchrun's variables."""
+        names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+        return cls(*(int(os.environ.get(name, default)) for name, default in names.items()))
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The running job. `mesh` (dp, ep) and `world` are None for one rank, which needs no process group.
+
+    Rank r is number r % ep_size of its expert-parallel group and number r // ep_size of its data-parallel group.
+    """
+
+    rank: int
+    world_size: int
+    ep_size: int
+    device: torch.device
+    mesh: DeviceMesh | None = None
+    world: DeviceMesh | None = None
+
+    @property
+    def dp_size(self) -> int:
+        """How many ranks hold the same experts."""
+        return self.world_size // self.ep_size
+
+    @property
+    def ep_rank(self) -> int:
+        """Which experts this rank holds: [ep_rank * L, (ep_rank + 1) * L)."""
+        return self.rank % self.ep_size
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """All ranks."""
+        return None if self.world is None else self.world.get_group()
+
+    @property
+    def ep_group(self) -> dist.ProcessGroup | None:
+        """The ranks that share one set of experts; None where a rank holds all of them: no collective is needed."""
+        return None if self.mesh is None or self.ep_size == 1 else self.mesh.get_group("ep")
+
+    def all_sum(self, tensor: Tensor) -> Tensor:
+        """Sum in place over all ranks."""
+        if self.group is not None:
+            dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def gather(self, value: Any) -> list[Any]:
+        """One picklable value of every rank, in rank order."""
+        if self.group is None:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def agree(self, error: Exception | None) -> None:
+        """Raise the first rank's error on every rank, or nothing where no rank has one; a collective.
+
+        Raises:
+            MoEError: of the failing rank's own class, PeerError for other classes. `agreed` is set on it, so that
+                only one rank needs to print it.
+        """
+        texts = self.gather(None if error is None else (type(error).__name__, str(error)))
+        failures = [(rank, *text) for rank, text in enumerate(texts) if text is not None]
+        if not failures:
+            return
+        rank, name, text = failures[0]
+        cls = getattr(moe_ep.errors, name, None)
+        if cls is None:
+            raise mark_agreed(PeerError(f"rank {rank}: {name}: {text}")) from error
+        raise mark_agreed(cls(text)) from error
+
+    def together(self, act: Callable[[], Any]) -> Any:
+        """`act()`; an exception on any rank is raised on all of them (see `agree`)."""
+        result, error = None, None
+        try:
+            result = act()
+        except (MoEError, OSError, ValueError, RuntimeError) as err:
+            error = err
+        self.agree(error)
+        return result
+
+
+def mark_agreed(error: Exception) -> Exception:
+    """Say that every rank raises this very error."""
+    error.agreed = True  # type: ignore[attr-defined]
+    return error
+
+
+def start(backend: Literal["auto", "gloo", "nccl"], ep_size: int, timeout_s: float, source: str) -> Ranks:
+    """Choose the device, then start the process group and the mesh.
+
+    Args:
+        backend: of the recipe's [parallel].
+        ep_size: must divide the world size.
+        timeout_s: bound of every collective, seconds.
+        source: names the recipe in messages.
+
+    Raises:
+        RecipeError: "nccl" on a machine without a GPU for each of its ranks.
+    """
+    launch = Launch.from_env()
+    device = choose_device(backend, launch, source)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # before any group exists, or NCCL guesses a device
+    if launch.world_size == 1:
+        return Ranks(0, 1, ep_size, device)
+    cuda = device.type == "cuda"
+    dist.init_process_group(
+        "nccl" if cuda else "gloo",
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device if cuda else None,
+    )
+    shape = (launch.world_size // ep_size, ep_size)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "ep"))
+    world = init_device_mesh(device.type, (launch.world_size,), mesh_dim_names=("world",))
+    return Ranks(launch.rank, launch.world_size, ep_size, device, mesh, world)
+
+
+def choose_device(backend: str, launch: Launch, source: str) -> torch.device:
+    """The device of this rank: LOCAL_RANK's GPU, or the CPU."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    enough = gpus >= launch.local_world_size
+    require(
+        backend != "nccl" or enough,
+        f"{source} [parallel]: backend = 'nccl' needs a GPU for each of the {launch.local_world_size} rank(s) of this "
+        f"machine, which has {gpus}; use 'gloo' for the CPU or 'auto'",
+    )
+    return torch.device("cuda", launch.local_rank) if enough and backend != "gloo" else torch.device("cpu")
+
+
+def same_everywhere(ranks: Ranks, values: dict[str, Any], source: str) -> None:
+    """Compare a flat table over all ranks; a collective.
+
+    Raises:
+        RecipeError: on every rank, naming the first key that differs and both values.
+    """
+    for rank, theirs in enumerate(tables := ranks.gather(values)):
+        for key in sorted(tables[0].keys() | theirs.keys()):
+            ours, other = tables[0].get(key), theirs.get(key)
+            if ours != other:
+                text = f"{source}: {key} is {ours!r} on rank 0 and {other!r} on rank {rank}; start all ranks alike"
+                raise mark_agreed(RecipeError(text))
+
+
+def expert_names(model: nn.Module) -> set[str]:
+    """Names of the parameters that differ from rank to rank of an expert-parallel group."""
+    return {
+        f"layers.{index}.moe.experts.{name}"
+        for index, layer in enumerate(_layers(model))
+        if layer.moe is not None
+        for name, _ in layer.moe.experts.named_parameters()
+    }
+
+
+def _layers(model: nn.Module) -> Sequence[Any]:
+    layers = model.get_submodule("layers")
+    assert isinstance(layers, nn.ModuleList)
+    return list(layers)
+
+
+def shard(model: nn.Module, ranks: Ranks, dtype: torch.dtype) -> None:
+    """Apply FSDP2: experts over `dp`, everything else over all ranks, one unit per layer and one for both ends.
+
+    Where dp is 1 experts stay plain (a shard group of one rank ignored the divide factor, pytorch/pytorch#167178).
+    Sharded parameters become float32 and are gathered in `dtype`; gradients are summed in float32.
+    """
+    if ranks.world is None or ranks.mesh is None:
+        return
+    low = dtype != torch.float32
+    mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if low else MixedPrecisionPolicy()
+    plain: set[nn.Parameter] = set()
+    for layer in _layers(model):
+        if layer.moe is not None and ranks.dp_size == 1:
+            plain |= set(layer.moe.experts.parameters())
+    for param in model.parameters():
+        if low and param not in plain:
+            param.data = param.data.float()
+    for layer in _layers(model):
+        if layer.moe is not None and ranks.dp_size > 1:
+            fully_shard(layer.moe.experts, mesh=ranks.mesh["dp"], mp_policy=mixed)
+        if layer.moe is not None and low:  # the router computes in float32
+            fully_shard(layer.moe.router, mesh=ranks.world, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
+        fully_shard(layer, mesh=ranks.world, mp_policy=mixed, ignored_params=plain)
+    fully_shard(model, mesh=ranks.world, mp_policy=mixed, ignored_params=plain)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+            module.set_gradient_divide_factor(1.0)
+
+
+def set_last_micro_batch(model: nn.Module, last: bool) -> None:
+    """Reduce gradients over ranks, and give up gathered parameters, at the last micro-batch of a step only."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last)
+        model.set_reshard_after_backward(last)
+
+
+def recompute(model: nn.Module, mode: str, context_fn: Callable[[], Any]) -> int:
+    """Recompute whole layers ("layer") or MoE layers ("moe") in backward; returns how many modules it wrapped.
+
+    Args:
+        model: a Decoder, before or after `shard`.
+        mode: "none", "moe" or "layer".
+        context_fn: makes the recomputed pass replay the routing of the first.
+
+    Raises:
+        RecipeError: no module of that kind in the model.
+    """
+    if mode == "none":
+        return 0
+    chosen = [layer if mode == "layer" else layer.moe for layer in _layers(model)]
+    chosen = [module for module in chosen if module is not None]
+    require(bool(chosen), f"train.recompute = {mode!r} matched no module of this model; use 'layer' or 'none'")
+    for module in chosen:
+        module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False, context_fn=context_fn)
+    return len(chosen)

@@ -1,0 +1,26 @@
+"""Pretrain a Mixture-of-Experts decoder from a recipe; the same program for one rank and many.
+
+    python recipes/pretrain.py recipes/tiny.toml parallel.ep_size=1
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 recipes/pretrain.py recipes/tiny.toml moe.dispatcher=agrs
+    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 recipes/pretrain.py RECIPE
+
+Exit codes of a rank: 0 done, or saved on SIGTERM; 1 failed; 2 recipe refused; 3 another rank failed or was lost.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+# Runs from a clone, installed or not; and `recipes/` itself is no place to import `data` or `build` from.
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from recipes.program import main  # noqa: E402
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code != 0:
+        os._exit(code)  # a process group with a lost peer may wait for ever in its destructor

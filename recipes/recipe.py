@@ -1,0 +1,340 @@
+"""A recipe: typed sections, read strictly from TOML plus `section.key=value` overrides.
+
+Nothing here starts a process group or allocates: a recipe that can never work is refused before any training. What
+needs the running job (is the dispatcher usable on this machine?) is asked when the model is built.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from moe_ep.config import AuxLevel, Kernels, MoEConfig, RouterName, Weighting, from_mapping, nearest, require
+from moe_ep.errors import RecipeError
+from recipes.data import VOCAB_SIZE
+from recipes.model import ModelConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSection:
+    """`dir`/`name` is the run's folder; a relative `dir` starts at the working directory."""
+
+    name: str
+    dir: str = "runs"
+
+    def __post_init__(self) -> None:
+        require(
+            self.name not in ("", ".", "..") and not set(self.name) & set("/\\"),
+            f"name = {self.name!r} must be one folder name, without a slash",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoESection:
+    """How tokens are routed and how they travel; see `moe_ep.config.MoEConfig`."""
+
+    dispatcher: str = "all2all"
+    experts: str = "torch"
+    weighting: Weighting = "output"
+    router: RouterName = "softmax"
+    normalize_weights: bool = True
+    routed_scale: float = 1.0
+    num_groups: int = 0
+    aux_loss: AuxLevel = "batch"
+    aux_loss_coef: float = 0.0
+    z_loss_coef: float = 0.0
+    bias_update_rate: float = 0.0
+    force_balance: bool = False
+    kernels: Kernels = "auto"
+    capacity_factor: float | None = None
+    num_sms: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaSection:
+    """Copies of hot experts: not part of this version, so only 0 slots are accepted."""
+
+    slots: int = 0
+
+    def __post_init__(self) -> None:
+        require(self.slots == 0, f"slots = {self.slots} is not available: this version has no expert replicas; use 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelSection:
+    """`ep_size` ranks share a set of experts. backend: "gloo" is the CPU, "nccl" CUDA, "auto" CUDA where it is."""
+
+    ep_size: int = 1
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+
+    def __post_init__(self) -> None:
+        require(self.ep_size >= 1, f"ep_size must be at least 1, got {self.ep_size}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSection:
+    """One optimizer step sees world size x gradient_accumulation x micro_batch_size sequences.
+
+    The rate rises linearly over `warmup_steps` to `lr`, then falls along a cosine to `min_lr` at `steps`. `timeout_s`
+    bounds every wait for another rank, in seconds.
+    """
+
+    steps: int
+    micro_batch_size: int
+    sequence_length: int
+    gradient_accumulation: int = 1
+    intra_layer_micro_batch: int = 1
+    lr: float = 3e-4
+    warmup_steps: int = 0
+    min_lr: float = 0.0
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+    seed: int = 0
+    recompute: Literal["none", "moe", "layer"] = "none"
+    timeout_s: float = 60.0
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        counts = ("steps", "micro_batch_size", "sequence_length", "gradient_accumulation", "intra_layer_micro_batch")
+        for name in counts:
+            require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("warmup_steps", "weight_decay", "min_lr"):
+            require(getattr(self, name) >= 0, f"{name} must not be negative, got {getattr(self, name)}")
+        for name in ("lr", "clip_norm", "timeout_s"):
+            require(getattr(self, name) > 0, f"{name} must be above 0, got {getattr(self, name)}")
+        require(0 <= self.seed < 2**63, f"seed must lie in [0, 2^63), got {self.seed}")
+        self._check_micro_batches()
+
+    def _check_micro_batches(self) -> None:
+        grouped, accumulated = self.intra_layer_micro_batch, self.gradient_accumulation
+        require(
+            accumulated % grouped == 0,
+            f"intra_layer_micro_batch = {grouped} must divide gradient_accumulation = {accumulated}",
+        )
+        require(
+            grouped == 1,
+            f"intra_layer_micro_batch = {grouped} is not available: this version interleaves no micro-batches; use 1",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSection:
+    """`path`: a folder or file of text; unset: the sources of Python's standard library. Held out: `valid_fraction`."""
+
+    path: str | None = None
+    valid_fraction: float = 0.01
+
+    def __post_init__(self) -> None:
+        require(0 < self.valid_fraction < 1, f"valid_fraction must lie inside (0, 1), got {self.valid_fraction}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSection:
+    """Save every `every` steps (0: only at the end and on SIGTERM) and keep the newest `keep` checkpoints.
+
+    resume: "auto" takes the newest checkpoint of the run's folder, "never" starts anew, a path names a checkpoint.
+    """
+
+    every: int = 0
+    keep: int = 2
+    resume: str = "auto"
+
+    def __post_init__(self) -> None:
+        require(self.every >= 0, f"every must not be negative, got {self.every}")
+        require(self.keep >= 1, f"keep must be at least 1, got {self.keep}")
+        require(self.resume != "", "resume = '' must be 'auto', 'never' or a path")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsSection:
+    """Log every `every` steps, validate every `valid_every` (0: only at the end), trace steps a..b (`trace_steps`)."""
+
+    every: int = 10
+    valid_every: int = 0
+    trace_steps: tuple | None = None  # type: ignore[type-arg]  # two integers, checked below
+
+    def __post_init__(self) -> None:
+        require(self.every >= 1, f"every must be at least 1, got {self.every}")
+        require(self.valid_every >= 0, f"valid_every must not be negative, got {self.valid_every}")
+        steps = self.trace_steps
+        integers = steps is None or all(type(step) is int for step in steps)
+        require(
+            steps is None or (integers and len(steps) == 2 and 1 <= steps[0] <= steps[1]),
+            f"trace_steps = {list(steps or ())} must be two step numbers [first, last], 1 <= first <= last",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """All sections, as validated values. `source` is what messages call the recipe."""
+
+    run: RunSection
+    model: ModelConfig
+    train: TrainSection
+    moe: MoESection = field(default_factory=MoESection)
+    replica: ReplicaSection = field(default_factory=ReplicaSection)
+    parallel: ParallelSection = field(default_factory=ParallelSection)
+    data: DataSection = field(default_factory=DataSection)
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    metrics: MetricsSection = field(default_factory=MetricsSection)
+    source: str = "recipe"
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return Path(self.run.dir) / self.run.name
+
+    @property
+    def has_moe(self) -> bool:
+        """Whether any layer of the model is a mixture of experts."""
+        return self.model.first_dense_layers < self.model.num_layers
+
+    def moe_config(self) -> MoEConfig:
+        """The configuration of every MoE layer: [moe] plus the sizes of [model] and the micro-batch of [train].
+
+        Raises:
+            RecipeError: an impossible combination, naming file, key and what would be valid.
+        """
+        tokens = self.train.micro_batch_size * self.train.sequence_length
+        try:
+            return self.model.moe(**dataclasses.asdict(self.moe), max_tokens=tokens)
+        except RecipeError as err:
+            raise RecipeError(f"{self.source} [moe]: {err}") from err
+
+
+SECTIONS: dict[str, type] = {
+    "run": RunSection,
+    "model": ModelConfig,
+    "moe": MoESection,
+    "replica": ReplicaSection,
+    "parallel": ParallelSection,
+    "train": TrainSection,
+    "data": DataSection,
+    "checkpoint": CheckpointSection,
+    "metrics": MetricsSection,
+}
+_REQUIRED = ("run", "model", "train")
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read, override and validate a recipe.
+
+    Args:
+        path: a TOML file.
+        overrides: `section.key=value` strings; the value is read as TOML, and as a plain string where it is not TOML
+            (`moe.dispatcher=agrs` needs no quotes).
+
+    Raises:
+        RecipeError: one message with file, key, value and what would be valid.
+    """
+    tables = _read(Path(path))
+    changed = [_override(tables, text, str(path)) for text in overrides]
+    sections = {}
+    for name, cls in SECTIONS.items():
+        if name in tables or name in _REQUIRED:
+            origin = f"{path} (with command-line overrides)" if name in changed else str(path)
+            sections[name] = _section(cls, tables.get(name, {}), f"{origin} [{name}]")
+    recipe = Recipe(**sections, source=str(path))
+    _check_sections(recipe)
+    return recipe
+
+
+def _check_sections(recipe: Recipe) -> None:
+    """What two sections only say together."""
+    vocab, mode = recipe.model.vocab_size, recipe.train.recompute
+    require(
+        vocab >= VOCAB_SIZE,
+        f"{recipe.source} [model]: vocab_size = {vocab} must be at least {VOCAB_SIZE}: bytes and end of document",
+    )
+    recipe.moe_config()
+    require(
+        mode != "moe" or recipe.has_moe,
+        f"{recipe.source} [train]: recompute = 'moe' matches no layer: model.first_dense_layers = "
+        f"{recipe.model.first_dense_layers} makes every layer dense; use 'layer' or 'none'",
+    )
+
+
+def _section(cls: type, table: Any, where: str) -> Any:
+    require(isinstance(table, Mapping), f"{where} = {table!r} must be a table")
+    return from_mapping(cls, table, where)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as err:
+        raise RecipeError(f"{path}: cannot read the recipe: {getattr(err, 'strerror', None) or err}") from err
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as err:
+        raise RecipeError(f"{path}: not valid TOML: {err}") from err
+    for name in tables:
+        require(name in SECTIONS, f"{path}: unknown section [{name}]; {nearest(name, SECTIONS)}")
+    return tables
+
+
+def _override(tables: dict[str, Any], text: str, path: str) -> str:
+    """Apply one `section.key=value` in place and return the section's name."""
+    key, equals, value = text.partition("=")
+    section, dot, name = key.strip().partition(".")
+    require(bool(equals and dot and name), f"{path}: override {text!r} must read section.key=value")
+    where = f"{path}: override {text!r}"
+    require(section in SECTIONS, f"{where}: unknown section {section!r}; {nearest(section, SECTIONS)}")
+    table = tables.setdefault(section, {})
+    require(isinstance(table, dict), f"{path}: [{section}] = {table!r} must be a table")
+    table[name] = _toml_value(value.strip())
+    return section
+
+
+def _toml_value(text: str) -> Any:
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return parsed["value"] if len(parsed) == 1 else text
+
+
+def check_world(recipe: Recipe, world_size: int) -> None:
+    """Refuse a recipe that this number of ranks cannot run.
+
+    Raises:
+        RecipeError: world size not divisible by ep_size, or experts not divisible by ep_size.
+    """
+    ep_size, experts = recipe.parallel.ep_size, recipe.model.num_experts
+    key = f"{recipe.source} [parallel]: ep_size = {ep_size}"
+    divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
+    if recipe.has_moe:
+        divisors = [size for size in divisors if experts % size == 0]
+    valid = f"valid with {world_size} rank(s): {', '.join(map(str, divisors))}"
+    require(world_size % ep_size == 0, f"{key} does not divide the {world_size} rank(s) of this job; {valid}")
+    require(
+        not recipe.has_moe or experts % ep_size == 0,
+        f"{key} does not divide model.num_experts = {experts}; {valid}",
+    )
+
+
+def to_toml(recipe: Recipe) -> str:
+    """The resolved recipe, every default written out, as a recipe that `load_recipe` reads back to equal values."""
+    lines = []
+    for name in SECTIONS:
+        lines.append(f"[{name}]")
+        for key, value in dataclasses.asdict(getattr(recipe, name)).items():
+            if value is None:
+                lines.append(f"# {key} is unset")
+            else:
+                lines.append(f"{key} = {_toml_text(value)}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _toml_text(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return "[" + ", ".join(_toml_text(item) for item in value) + "]"
+    if isinstance(value, bool | str):
+        return json.dumps(value)
+    return repr(value)  # repr of a float is TOML, nan and inf included

@@ -1,0 +1,162 @@
+"""One run of the program on one rank: banner, run folder, loop, checkpoints, signals, last words."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from dataclasses import asdict
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from moe_ep import doctor
+from moe_ep.dispatch import close_dispatchers
+from recipes import plots
+from recipes.build import build, resume
+from recipes.generate import generate
+from recipes.metrics import MetricsFile, Row, console_line
+from recipes.parallel import Ranks
+from recipes.recipe import Recipe, to_toml
+from recipes.train_loop import Trainer, save, train_step, validate, with_validation
+
+PROMPT = b"def "
+SAMPLE_TOKENS = 160
+
+
+class Session:
+    """A recipe on the running ranks. Rank 0 prints and writes; all ranks take every decision together."""
+
+    def __init__(self, recipe: Recipe, ranks: Ranks) -> None:
+        self.recipe, self.ranks = recipe, ranks
+        self.stop_asked = False
+        self.profiler: torch.profiler.profile | None = None
+        self.last_row: Row | None = None
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+
+    def run(self) -> None:
+        """Train until the last step or SIGTERM, then save and say how it went."""
+        trainer = build(self.recipe, self.ranks)
+        self._banner(trainer)
+        self.say(resume(trainer))
+        metrics = self._open_folder(trainer)
+        stopped = False
+        while trainer.step < self.recipe.train.steps and not stopped:
+            stopped = self._step(trainer, metrics)
+        self._stop_trace()
+        save(trainer)
+        self._plots()
+        self._last_words(trainer, stopped)
+
+    def close(self) -> None:
+        """Leave the process group in order; every rank is done."""
+        for group in {self.ranks.ep_group, None}:
+            close_dispatchers(group)
+        if self.ranks.group is not None:
+            dist.barrier(group=self.ranks.group)
+            dist.destroy_process_group()
+
+    def say(self, text: str) -> None:
+        """Print on rank 0."""
+        if self.ranks.rank == 0:
+            print(text, flush=True)
+
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        self.stop_asked = True
+
+    def _step(self, trainer: Trainer, metrics: MetricsFile | None) -> bool:
+        """One step and what is due after it; returns whether to stop."""
+        recipe, number = self.recipe, trainer.step + 1
+        self._trace(number)
+        row, sums = train_step(trainer, self.stop_asked)
+        last = number == recipe.train.steps
+        due = _due(number, recipe.metrics.valid_every) or last
+        if due and not sums.stop:
+            row = with_validation(trainer, row)
+        if number == 1 or _due(number, recipe.metrics.every) or due or sums.stop:
+            self.say(console_line(row, recipe.train.steps))
+            if metrics is not None:
+                metrics.add(row)
+        self.last_row = row
+        if _due(number, recipe.checkpoint.every):
+            save(trainer)
+        return sums.stop
+
+    def _banner(self, trainer: Trainer) -> None:
+        recipe, ranks, info = self.recipe, self.ranks, trainer.corpus
+        parameters = sum(p.numel() for p in trainer.model.parameters())
+        experts = recipe.model.num_experts // ranks.ep_size if trainer.moe else 0
+        for layer in trainer.moe[:1]:
+            how = f"experts {recipe.moe.experts}; router {recipe.moe.router}"
+            self.say(f"dispatcher {layer.dispatcher.describe()}; {how}")
+        self.say(
+            f"{ranks.world_size} rank(s) on {ranks.device.type}: {ranks.dp_size} data parallel x {ranks.ep_size} "
+            f"expert parallel, {experts} experts a rank, {parameters / 1e6:.2f} M parameters on rank 0"
+        )
+        self.say(
+            f"text: {info.source}, {info.train_bytes / 1e6:.1f} MB in {info.train_files} files; held out: "
+            f"{info.valid_bytes / 1e3:.0f} kB in {info.valid_files} files, unigram entropy "
+            f"{info.valid_unigram_entropy:.3f}, gzip {info.valid_gzip:.3f} nats/byte"
+        )
+
+    def _open_folder(self, trainer: Trainer) -> MetricsFile | None:
+        """Make the run's folder with its recipe, its environment and its metrics file; rank 0 writes."""
+
+        def make() -> MetricsFile | None:
+            if self.ranks.rank != 0:
+                return None
+            folder = self.recipe.folder
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "recipe.toml").write_text(to_toml(self.recipe))
+            environment = {**doctor.diagnose(), "corpus": asdict(trainer.corpus)}
+            (folder / "env.json").write_text(json.dumps(environment, indent=1) + "\n")
+            return MetricsFile(folder / "metrics.jsonl", trainer.step)
+
+        file: MetricsFile | None = self.ranks.together(make)
+        return file
+
+    def _trace(self, number: int) -> None:
+        steps = self.recipe.metrics.trace_steps
+        if steps is None:
+            return
+        if number == steps[1] + 1:
+            self._stop_trace()
+        elif number == steps[0]:
+            self.profiler = torch.profiler.profile()
+            self.profiler.start()
+
+    def _stop_trace(self) -> None:
+        if self.profiler is None:
+            return
+        self.profiler.stop()
+        folder = self.recipe.folder / "trace"
+        folder.mkdir(exist_ok=True)
+        self.profiler.export_chrome_trace(str(folder / f"rank{self.ranks.rank}.json"))
+        self.profiler = None
+
+    def _plots(self) -> None:
+        if self.ranks.rank != 0:
+            return
+        try:
+            plots.draw(self.recipe.folder)
+        except ImportError as err:
+            self.say(f"no plots: {err}; pip install 'moe-ep[plots]' and rerun: it resumes at the last step")
+
+    def _last_words(self, trainer: Trainer, stopped: bool) -> None:
+        folder, row = self.recipe.folder, self.last_row
+        if stopped:
+            self.say(f"SIGTERM: saved step {trainer.step} in {folder / 'checkpoints'}; the same command goes on")
+            return
+        loss = row.valid_loss if row is not None else validate(trainer)
+        self.say(
+            f"done: held-out loss {loss:.4f} nats/byte (unigram entropy {trainer.corpus.valid_unigram_entropy:.3f}, "
+            f"gzip {trainer.corpus.valid_gzip:.3f}) after {trainer.step} steps, {time.strftime('%H:%M:%S')}"
+        )
+        sample = generate(trainer.model, PROMPT, SAMPLE_TOKENS, 0.7, recipe.train.seed)
+        self.say("sample: " + (PROMPT + sample).decode("utf-8", "replace"))
+        self.say(f"metrics {folder / 'metrics.jsonl'}  plots {folder / 'loss.png'}, {folder / 'load.png'}")
+
+
+def _due(number: int, every: int) -> bool:
+    return every > 0 and number % every == 0

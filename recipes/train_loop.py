@@ -1,0 +1,212 @@
+"""The training loop: what one optimizer step does, in which order, and what happens around it.
+
+A step: fetch all micro-batches; sum their tokens over ranks; forward and backward each, with losses that are sums
+divided by that *global* count; sum the step's figures over ranks; global norm; refuse what is not finite; clip; AdamW;
+selection bias. Every rank makes the same collectives in the same order whatever its data hold, and reads one decision
+(stop or not) from the same sum.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from moe_ep.errors import NonFiniteError
+from moe_ep.layer import MoELayer, moe_layers, total_aux_loss
+from moe_ep.router import SigmoidRouter
+from recipes import checkpoint
+from recipes.corpus import CorpusInfo
+from recipes.data import Batch, TrainData, ValidData
+from recipes.metrics import Row, StepSums, Tally, flops_per_token, load_fields, peak_mib, peak_tflops
+from recipes.model import Decoder, loss_sum
+from recipes.optim import ShardedAdamW, clip_, global_norm, learning_rate
+from recipes.parallel import Ranks, mark_agreed, set_last_micro_batch
+from recipes.recipe import Recipe
+
+
+@dataclass(slots=True)
+class Trainer:
+    """Everything that a run holds; built by `recipes.build.build`."""
+
+    recipe: Recipe
+    ranks: Ranks
+    model: Decoder
+    optimizer: ShardedAdamW
+    train_data: TrainData
+    valid_data: ValidData
+    corpus: CorpusInfo
+    entries: checkpoint.Entries
+    step: int = 0
+    saved_step: int = -1
+    recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=20))
+
+    @property
+    def moe(self) -> list[MoELayer]:
+        """The MoE layers, first one first."""
+        return moe_layers(self.model)
+
+
+def train_step(trainer: Trainer, stop: bool = False) -> tuple[Row, StepSums]:
+    """One optimizer step on the next global batch.
+
+    Args:
+        trainer: its step count rises by one.
+        stop: this rank was told to stop; every rank learns it from the sums.
+
+    Raises:
+        NonFiniteError: on every rank, before the optimizer moves anything.
+    """
+    started = time.perf_counter()
+    batches = fetch(trainer)
+    data_s = time.perf_counter() - started
+    sums = forward_backward(trainer, batches, stop)
+    lr = rate(trainer)
+    norm = update(trainer, sums, lr)
+    trainer.step += 1
+    return _row(trainer, sums, norm, lr, data_s, started), sums
+
+
+def fetch(trainer: Trainer) -> list[Batch]:
+    """This rank's micro-batches of the next step, on its device."""
+    train, ranks = trainer.recipe.train, trainer.ranks
+    return [
+        trainer.train_data.piece(
+            trainer.step,
+            micro,
+            micro_batch_size=train.micro_batch_size,
+            accumulation=train.gradient_accumulation,
+            rank=ranks.rank,
+            world=ranks.world_size,
+        ).to(ranks.device)
+        for micro in range(train.gradient_accumulation)
+    ]
+
+
+def forward_backward(trainer: Trainer, batches: list[Batch], stop: bool = False) -> StepSums:
+    """Gradients of (sum of cross-entropies + token-weighted balancing losses) / global tokens, and the step's sums.
+
+    The balancing losses of the layers are added up; a piece counts by its share of the global tokens.
+    """
+    model, ranks = trainer.model, trainer.ranks
+    model.train()
+    tally = Tally(len(trainer.moe), trainer.recipe.model.num_experts, ranks.device)
+    counts = torch.tensor(sum(batch.num_tokens for batch in batches), dtype=torch.float64, device=ranks.device)
+    global_tokens = ranks.all_sum(counts).float()
+    for number, batch in enumerate(batches):
+        set_last_micro_batch(model, last=number == len(batches) - 1)
+        logits, auxes = model(batch.ids, batch.valid)
+        losses = loss_sum(logits, batch.targets)
+        total: Tensor = losses + total_aux_loss(auxes).to(losses.device) * batch.num_tokens
+        (total / global_tokens).backward()
+        tally.add(batch.num_tokens, losses, auxes)
+    return tally.unpack(ranks.all_sum(tally.pack(stop)))
+
+
+def rate(trainer: Trainer) -> float:
+    """Learning rate of the step in progress."""
+    t = trainer.recipe.train
+    return learning_rate(trainer.step + 1, peak=t.lr, floor=t.min_lr, warmup=t.warmup_steps, total=t.steps)
+
+
+def update(trainer: Trainer, sums: StepSums, lr: float) -> float:
+    """Check, clip, AdamW, selection bias; returns the norm before clipping."""
+    optimizer, ranks, clip = trainer.optimizer, trainer.ranks, trainer.recipe.train.clip_norm
+    for dispatcher in {layer.dispatcher for layer in trainer.moe}:
+        dispatcher.raise_if_faulted()
+    gradients = optimizer.gradients()
+    norm = global_norm(optimizer.counted(gradients), 2.0, ranks.group, ranks.device)
+    _check_finite(trainer.step + 1, sums.loss, norm.item())
+    clip_(gradients, norm, clip)
+    optimizer.step(lr)
+    for layer, load in zip(trainer.moe, sums.load, strict=True):
+        router = layer.router
+        if isinstance(router, SigmoidRouter) and router.config.bias_update_rate > 0:
+            router.update_bias(load.to(ranks.device))
+        router.take_load()
+    return norm.item()
+
+
+def _check_finite(step: int, loss: float, norm: float) -> None:
+    if not all(value == value and abs(value) != float("inf") for value in (loss, norm)):
+        text = f"step {step}: loss {loss}, gradient norm {norm}: not finite; lower train.lr or look at the data"
+        raise mark_agreed(NonFiniteError(text))
+
+
+def _row(trainer: Trainer, sums: StepSums, norm: float, lr: float, data_s: float, started: float) -> Row:
+    recipe, ranks = trainer.recipe, trainer.ranks
+    step_s = time.perf_counter() - started
+    trainer.recent_s.append(step_s)
+    flops = flops_per_token(recipe.model, recipe.train.sequence_length) * sums.tokens / ranks.world_size
+    tflops, peak = flops / step_s / 1e12, peak_tflops(ranks.device, recipe.model.dtype)
+    syncs = sum(layer.dispatcher.capabilities.host_syncs for layer in trainer.moe) * recipe.train.gradient_accumulation
+    return Row(
+        step=trainer.step,
+        loss=sums.loss,
+        aux_loss=sums.aux_loss,
+        z_loss=sums.z_loss,
+        grad_norm=norm,
+        lr=lr,
+        tokens_per_s=sums.tokens / step_s,
+        tflops_per_rank=tflops,
+        mfu=None if peak is None else tflops / peak,
+        step_s=step_s,
+        data_s=data_s,
+        peak_mib=peak_mib(ranks.device),
+        host_syncs=syncs if ranks.device.type == "cuda" else None,
+        eta_s=(recipe.train.steps - trainer.step) * sum(trainer.recent_s) / len(trainer.recent_s),
+        **load_fields(sums, ranks.ep_size),
+    )
+
+
+@torch.no_grad()
+def validate(trainer: Trainer) -> float:
+    """Mean cross-entropy of the held-out tokens, nats per token. Counters, bias and parameters stay as they are.
+
+    Every rank runs equally many batches, the missing ones as padding: a layer is a collective in evaluation too.
+    """
+    trainer.model.eval()
+    sums = torch.zeros(2, dtype=torch.float64, device=trainer.ranks.device)
+    for batch in trainer.valid_data.batches(
+        micro_batch_size=trainer.recipe.train.micro_batch_size,
+        rank=trainer.ranks.rank,
+        world=trainer.ranks.world_size,
+    ):
+        moved = batch.to(trainer.ranks.device)
+        logits, _ = trainer.model(moved.ids, moved.valid)
+        sums += torch.stack([loss_sum(logits, moved.targets).double(), sums.new_tensor(float(batch.num_tokens))])
+    loss, tokens = trainer.ranks.all_sum(sums).tolist()
+    trainer.model.train()
+    return loss / tokens
+
+
+def with_validation(trainer: Trainer, row: Row) -> Row:
+    """The row with the validation fields filled in; a collective."""
+    return dataclasses.replace(
+        row, valid_loss=validate(trainer), valid_unigram_entropy=trainer.corpus.valid_unigram_entropy
+    )
+
+
+def save(trainer: Trainer) -> None:
+    """Write a checkpoint of the present step, unless that was done already; a collective."""
+    if trainer.saved_step == trainer.step:
+        return
+    recipe = trainer.recipe
+    checkpoint.save(
+        recipe.folder / "checkpoints",
+        checkpoint.Progress(trainer.step, samples_per_step(recipe, trainer.ranks)),
+        dataclasses.asdict(recipe.model),
+        trainer.entries,
+        trainer.ranks,
+        recipe.checkpoint.keep,
+    )
+    trainer.saved_step = trainer.step
+
+
+def samples_per_step(recipe: Recipe, ranks: Ranks) -> int:
+    """Sequences of one global batch."""
+    return ranks.world_size * recipe.train.gradient_accumulation * recipe.train.micro_batch_size
