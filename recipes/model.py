@@ -1,0 +1,235 @@
+"""A decoder of the Qwen3-MoE architecture: RMSNorm, grouped-query attention, SwiGLU, experts through `MoELayer`.
+
+Letters: B sequences of one rank's micro-batch, T tokens of one sequence, H hidden size, V vocabulary.
+
+Every initial value is a function of (seed, name of the parameter), and for experts of the global expert id, so that a
+run on four ranks starts from the same model as a run on one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from moe_ep.config import DTYPES, MoEConfig, require
+from moe_ep.layer import MoEAux, MoELayer, moe_layers
+
+from .attention import Attention, Rotary
+from .data import IGNORE
+
+Group = dist.ProcessGroup | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Section `[model]` of a recipe.
+
+    Attributes:
+        vocab_size: V.
+        hidden_size: H.
+        num_layers: decoder layers; the first `first_dense_layers` of them have one dense SwiGLU of `intermediate_size`.
+        num_attention_heads, num_kv_heads, head_dim: query heads, key/value heads, size of a head (even).
+        num_experts, top_k, expert_intermediate_size: of the layers with experts.
+        num_shared_experts, shared_intermediate_size, shared_expert_gate: see MoEConfig.
+        rope_theta: base of the rotary positions.
+        rms_norm_eps: of all norms.
+        tie_embeddings: use the embedding as output projection.
+        dtype: of parameters and activations; the router stays in float32.
+        init_std: standard deviation of all initial matrices.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_attention_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_experts: int
+    top_k: int
+    expert_intermediate_size: int
+    intermediate_size: int = 0
+    num_shared_experts: int = 0
+    shared_intermediate_size: int = 0
+    shared_expert_gate: bool = False
+    first_dense_layers: int = 0
+    rope_theta: float = 1e6
+    rms_norm_eps: float = 1e-6
+    tie_embeddings: bool = False
+    dtype: str = "float32"
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    def moe(self, **moe_section: Any) -> MoEConfig:
+        """The configuration of this model's MoE layers, completed by the keys of a recipe's `[moe]` section."""
+        return MoEConfig(**{name: getattr(self, name) for name in _SHARED_WITH_MOE}, **moe_section)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """`dtype` as torch names it."""
+        return getattr(torch, self.dtype)
+
+
+_SHARED_WITH_MOE = (
+    "hidden_size", "expert_intermediate_size", "num_experts", "top_k", "num_shared_experts",
+    "shared_intermediate_size", "shared_expert_gate", "dtype", "init_std",
+)  # fmt: skip
+
+
+def _check(config: ModelConfig) -> None:
+    sizes = ("vocab_size", "hidden_size", "num_layers", "num_attention_heads", "num_kv_heads", "head_dim")
+    for name in sizes:
+        require(getattr(config, name) >= 1, f"{name} must be at least 1, got {getattr(config, name)}")
+    require(
+        config.num_attention_heads % config.num_kv_heads == 0,
+        f"num_kv_heads = {config.num_kv_heads} must divide num_attention_heads = {config.num_attention_heads}",
+    )
+    require(config.head_dim % 2 == 0, f"head_dim = {config.head_dim} must be even: positions rotate pairs of values")
+    require(
+        0 <= config.first_dense_layers <= config.num_layers,
+        f"first_dense_layers = {config.first_dense_layers} must lie between 0 and num_layers = {config.num_layers}",
+    )
+    require(
+        config.first_dense_layers == 0 or config.intermediate_size >= 1,
+        f"first_dense_layers = {config.first_dense_layers} needs intermediate_size >= 1, "
+        f"got {config.intermediate_size}",
+    )
+    for name in ("rope_theta", "rms_norm_eps", "init_std"):
+        require(getattr(config, name) > 0, f"{name} must be above 0, got {getattr(config, name)}")
+    require(config.dtype in DTYPES, f"dtype {config.dtype!r} is not one of {', '.join(DTYPES)}")
+    config.moe()  # the sizes that it shares with the MoE layers
+
+
+class DenseMLP(nn.Module):
+    """SwiGLU of a layer without experts: x [..., H] -> [..., H]; `gate_up` holds the gate half first."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(hidden_size, 2 * intermediate_size, bias=False, dtype=dtype)
+        self.down = nn.Linear(intermediate_size, hidden_size, bias=False, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """See the class."""
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class DecoderLayer(nn.Module):
+    """One layer, whole (`forward`) or in the pieces that a scheduler of several micro-batches interleaves.
+
+    Pieces: `attention(x)` gives the residual stream and its normalised copy n; the stages of `moe` (the MoELayer, None
+    in a dense layer) and `shared(n)` (what needs no dispatcher: dense MLP or shared experts) give what is added to it.
+    """
+
+    def __init__(self, config: ModelConfig, moe: MoEConfig, index: int, rotary: Rotary, group: Group = None) -> None:
+        super().__init__()
+        size, eps, dtype = config.hidden_size, config.rms_norm_eps, config.torch_dtype
+        self.input_norm = nn.RMSNorm(size, eps=eps, dtype=dtype)
+        self.attn = Attention(
+            size, config.num_attention_heads, config.num_kv_heads, config.head_dim, eps, rotary, dtype
+        )
+        self.post_norm = nn.RMSNorm(size, eps=eps, dtype=dtype)
+        dense = index < config.first_dense_layers
+        self.mlp = DenseMLP(size, config.intermediate_size, dtype) if dense else None
+        self.moe = None if dense else MoELayer(moe, group, layer_index=index)
+
+    def attention(self, x_BTH: Tensor) -> tuple[Tensor, Tensor]:
+        """(h, n), [B, T, H] each: the residual stream after attention, and its norm, which experts and MLP read."""
+        h = x_BTH + self.attn(self.input_norm(x_BTH))
+        return h, self.post_norm(h)
+
+    def shared(self, n_BTH: Tensor) -> Tensor | None:
+        """Output of the dense MLP or of the shared experts, [B, T, H]; None where the layer has neither."""
+        if self.mlp is not None:
+            return self.mlp(n_BTH)
+        assert self.moe is not None
+        return self.moe.run_shared(n_BTH)
+
+    def forward(self, x_BTH: Tensor, valid_BT: Tensor | None = None) -> tuple[Tensor, MoEAux | None]:
+        """(y [B, T, H], what its router says or None). Tokens with valid False visit no routed expert."""
+        h, n = self.attention(x_BTH)
+        if self.mlp is not None:
+            return h + self.mlp(n), None
+        assert self.moe is not None
+        y, aux = self.moe(n, valid_BT)
+        return h + y, aux
+
+
+class Decoder(nn.Module):
+    """ids int64 [B, T] -> (logits [B, T, V] in the model's dtype, one MoEAux for each layer with experts).
+
+    Tied embeddings use one table at both ends: keep it in the root's FSDP unit.
+
+    Args:
+        config: sizes.
+        moe: of the layers with experts; made by `config.moe(...)`.
+        group: the expert-parallel process group; None: all experts on this rank.
+
+    Raises:
+        RecipeError: `moe` and `config` disagree about a size that both name.
+    """
+
+    def __init__(self, config: ModelConfig, moe: MoEConfig, group: Group = None) -> None:
+        super().__init__()
+        for name in _SHARED_WITH_MOE:
+            ours, theirs = getattr(config, name), getattr(moe, name)
+            require(ours == theirs, f"{name} is {ours} in the model and {theirs} in its MoE layers; use config.moe()")
+        self.config, self.moe_config, self.group = config, moe, group
+        rotary = Rotary(config.head_dim, config.rope_theta)
+        size, dtype = config.hidden_size, config.torch_dtype
+        self.embed = nn.Embedding(config.vocab_size, size, dtype=dtype)
+        self.layers = nn.ModuleList(DecoderLayer(config, moe, i, rotary, group) for i in range(config.num_layers))
+        self.norm = nn.RMSNorm(size, eps=config.rms_norm_eps, dtype=dtype)
+        self.lm_head = None if config.tie_embeddings else nn.Linear(size, config.vocab_size, bias=False, dtype=dtype)
+
+    def head(self, x_BTH: Tensor) -> Tensor:
+        """Logits [B, T, V] of the last layer's output."""
+        weight = self.embed.weight if self.lm_head is None else self.lm_head.weight
+        return F.linear(self.norm(x_BTH), weight)
+
+    def forward(self, ids_BT: Tensor, valid_BT: Tensor | None = None) -> tuple[Tensor, list[MoEAux]]:
+        """See the class. `valid_BT` bool: padding (False) is routed nowhere and counted nowhere."""
+        x, auxes = self.embed(ids_BT), []
+        for layer in self.layers:
+            x, aux = layer(x, valid_BT)
+            if aux is not None:
+                auxes.append(aux)
+        return self.head(x), auxes
+
+    @torch.no_grad()
+    def reset_parameters(self, seed: int) -> None:
+        """Set every parameter, from (seed, its name) alone; call it before FSDP shards the model."""
+        for name, parameter in self.named_parameters():
+            assert not isinstance(parameter, DTensor), f"{name} is sharded already"
+            if ".moe." in name:
+                continue
+            if name.endswith("norm.weight"):
+                parameter.fill_(1)
+            else:
+                parameter.copy_(named_normal(seed, name, parameter.shape, self.config.init_std))
+        for layer in moe_layers(self):
+            layer.reset_parameters(seed)
+
+
+def named_normal(seed: int, name: str, shape: tuple[int, ...], std: float) -> Tensor:
+    """Float32 normal values on the CPU, a function of the arguments alone: the same on every rank and device."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return torch.randn(shape, generator=generator) * std
+
+
+def loss_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    """Sum of the cross-entropies in nats, float32 [], over the targets that are not IGNORE (0 where there are none).
+
+    A sum and no mean: dividing by the *global* number of tokens makes gradients plain sums over pieces and ranks.
+    """
+    flat = logits_BTV.flatten(0, -2).float()
+    return F.cross_entropy(flat, targets_BT.flatten(), ignore_index=IGNORE, reduction="sum")
