@@ -77,14 +77,14 @@ class Flight:
 
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, flight: Flight, *payload: Tensor) -> Tensors:
+    def forward(ctx: Any, flight: Flight, anchor: Tensor, *payload: Tensor) -> Tensors:
         ctx.flight = flight
         return flight.launch_forward(payload)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
         # the gradients handed in are what finish sent away; the answer is what came back
-        return (None, *ctx.flight.wait_backward())
+        return (None, None, *ctx.flight.wait_backward())
 
 
 class _Finish(torch.autograd.Function):
@@ -101,8 +101,12 @@ class _Finish(torch.autograd.Function):
 
 
 def start(flight: Flight, *payload: Tensor) -> Tensors:
-    """Launch; the returned tensors are not valid before `finish`."""
-    return _Start.apply(flight, *payload)
+    """Launch; the returned tensors are not valid before `finish`.
+
+    Where gradients are recorded at all, both nodes exist whatever the payload asks for: whether this rank's x needs a
+    gradient is a local matter, and a backward that ran on some ranks only would leave the others waiting.
+    """
+    return _Start.apply(flight, torch.empty(0, requires_grad=torch.is_grad_enabled()), *payload)
 
 
 def finish(flight: Flight, *received: Tensor) -> Tensors:
