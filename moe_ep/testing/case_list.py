@@ -1,0 +1,116 @@
+"""Every case of the contract, by name. `table.py` says which dispatcher runs which."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .cases import Case
+
+# T of each rank: odd, unequal, never the same twice
+TOKENS = {1: (7,), 2: (5, 8), 4: (5, 3, 7, 2)}
+# dispatch, experts and combine of several micro-batches in flight; see drivers.run_schedule
+TWO = "p0 d0 p1 d1 e0 c0 e1 c1 f0 f1"
+TWO_CROSSED = "p0 p1 d1 d0 e1 e0 c1 c0 f0 f1"
+TWO_NESTED = "p0 d0 e0 p1 d1 e1 c1 c0 f1 f0"
+FOUR = "p0 d0 p1 d1 p2 d2 p3 d3 e0 c0 e1 c1 e2 c2 e3 c3 f0 f1 f2 f3"
+FAULTS = (
+    *("bad_id", "bad_negative_id", "too_many_tokens", "wrong_hidden", "wrong_dtype", "wrong_top_k"),
+    *("wrong_num_experts", "non_finite"),
+)
+
+
+def _family(name: str, ranks: tuple[int, ...] = (1, 2, 4), **fields: Any) -> list[Case]:
+    """One case for each number of ranks; `tokens` may be a table by number of ranks."""
+    tokens = fields.pop("tokens", TOKENS)
+    sizes = {"num_experts": 8, "top_k": 2} | fields
+    return [Case(name=f"{name}/R{r}", num_ranks=r, tokens=tokens[r], **sizes) for r in ranks]
+
+
+_ROUTING = [
+    *_family("uniform"),
+    *_family("skewed", routing="skewed"),
+    *_family("all-to-one-expert", routing="one_expert", top_k=1),
+    *_family("all-to-one-rank", (2, 4), routing="last_rank"),
+    *_family("one-local-one-remote-expert", (2, 4), routing="local_and_remote"),
+    *_family("idle-experts", routing="even_experts"),
+    *_family("zero-tokens-on-some-ranks", (2, 4), tokens={2: (0, 6), 4: (0, 5, 0, 3)}),
+    *_family("zero-tokens-on-all-but-one", (2, 4), tokens={2: (6, 0), 4: (0, 0, 5, 0)}),
+    *_family("zero-tokens-everywhere", tokens={1: (0,), 2: (0, 0), 4: (0, 0, 0, 0)}),
+    *_family("one-token", tokens={1: (1,), 2: (1, 0), 4: (1, 0, 0, 1)}),
+    *_family("no-route-slots", routing="holes", top_k=3),
+    *_family("no-routes-on-a-rank", (2, 4), routing="no_routes_on_last_rank"),
+    *_family("no-routes-anywhere", routing="no_routes"),
+    *_family("duplicates", routing="duplicates", top_k=3),
+    *_family("top-1", top_k=1),
+    *_family("top-k-is-all-experts", top_k=8),
+    *_family("one-expert-per-rank", (2, 4), routing="duplicates", num_experts=4, top_k=3),
+    *_family("one-expert-on-each-of-two", (2,), num_experts=2),
+    *_family("512-experts", (2,), num_experts=512, top_k=10, tokens={2: (4, 3)}),
+    *_family("constant-experts", routing="duplicates", num_experts=16, top_k=4, experts="constant"),
+    *_family("asymmetric-tokens", (4,), num_experts=16, top_k=4, experts="constant", tokens={4: (3, 5, 7, 0)}),
+    *_family("grouped-router", (2,), routing="grouped"),
+    *_family("grouped-router", (4,), routing="grouped", top_k=4),
+]
+_VALUES = [
+    *_family("bfloat16", dtype="bfloat16", top_k=4),
+    *_family("float16", (2,), dtype="float16", top_k=4),
+    *_family("float64", (2,), dtype="float64"),
+    *_family("tiny-weights", tiny_weights=True),
+    *_family("tiny-weights-bfloat16", (2,), tiny_weights=True, dtype="bfloat16"),
+    *_family("int32-ids", ids_dtype="int32", routing="holes"),
+    *_family("odd-hidden", hidden=7),
+    *_family("odd-hidden-bfloat16", (2,), hidden=5, dtype="bfloat16"),
+    *_family("hidden-1", (2,), hidden=1),
+    *_family("transposed-x", x_layout="transposed"),
+    *_family("sliced-x", x_layout="slice"),
+    *_family("expanded-gradient", dy_layout="expanded"),
+    *_family("transposed-gradient", dy_layout="transposed"),
+    *_family("x-needs-no-grad", grads="weights"),
+    *_family("weights-need-no-grad", grads="x"),
+    *_family("no-grad", grads="none"),
+    *_family("grad-on-one-rank-only", (2, 4), grads="first_rank"),
+    *_family("no-process-group", (1,), group=False, routing="holes"),
+]
+_TICKETS = [
+    *_family("two-tickets", driver="schedule", argument=f"{TWO} | joint"),
+    *_family("two-tickets-backward-0-1", driver="schedule", argument=f"{TWO} | 0 1"),
+    *_family("two-tickets-backward-1-0", driver="schedule", argument=f"{TWO} | 1 0"),
+    *_family("two-tickets-crossed", driver="schedule", argument=f"{TWO_CROSSED} | 0 1"),
+    *_family("two-tickets-nested", driver="schedule", argument=f"{TWO_NESTED} | joint"),
+    *_family("four-tickets", driver="schedule", argument=f"{FOUR} | joint", routing="holes"),
+    *_family("four-tickets-backward-2-0-3-1", driver="schedule", argument=f"{FOUR} | 2 0 3 1"),
+    *_family("four-tickets-no-grad", (2,), driver="schedule", argument=f"{FOUR} | none", grads="none"),
+    *_family("source-is-kept", driver="source", routing="holes"),
+    *_family("stage-out-of-order", driver="protocol"),
+    *_family("abandoned-tickets", driver="abandoned"),
+    *_family("recompute", driver="recompute", argument="early stop"),
+    *_family("recompute-without-early-stop", driver="recompute", argument="no early stop"),
+    *_family(
+        "recompute-with-an-empty-rank", (2, 4), driver="recompute", argument="early stop",
+        tokens={2: (0, 6), 4: (0, 5, 0, 3)},
+    ),
+    *_family("changing-tokens-20-steps", driver="steps", argument="20"),
+    *_family("poisoned-memory-3-steps", driver="steps", argument="3", routing="holes", dtype="bfloat16"),
+]  # fmt: skip
+_FAULTS = [
+    case
+    for fault in FAULTS
+    for case in _family(f"fault-{fault.replace('_', '-')}", driver="fault", argument=fault)
+]  # fmt: skip
+_FAULTS += _family("faults-on-two-ranks", (4,), driver="fault", argument="two")
+_CONFIG = [
+    *_family("max-tokens-unset", config=(("max_tokens", None),)),
+    *_family("experts-not-divisible", (4,), num_experts=6),
+    *_family("top-k-above-experts", (1, 2), num_experts=2, top_k=3, routing="duplicates"),
+    *_family("capacity-factor", (1, 2), config=(("capacity_factor", 2.0),)),
+    *_family("num-sms", (1, 2), config=(("num_sms", 8),)),
+    *_family("unknown-option", (1, 2), config=(("options", (("no_such_key", 1),)),)),
+]
+# the grouped router's promise is part of the configuration: R groups, column j on rank j
+_GROUPED = [
+    *_family("grouped-static-rows", (2,), routing="grouped", config=(("router", "grouped"), ("num_groups", 2))),
+    *_family(
+        "grouped-static-rows", (4,), routing="grouped", top_k=4, config=(("router", "grouped"), ("num_groups", 4))
+    ),
+]
+CASES: tuple[Case, ...] = (*_ROUTING, *_VALUES, *_TICKETS, *_FAULTS, *_GROUPED, *_CONFIG)

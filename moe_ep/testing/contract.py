@@ -1,0 +1,87 @@
+"""The contract that every dispatcher keeps, as a suite that runs by name on gloo (CPU) and on GPUs alike.
+
+    from moe_ep.testing import contract
+    from moe_ep.testing.ranks import RankPool
+
+    @pytest.fixture(scope="module")
+    def pool():
+        with RankPool(4) as ranks:                                   # ranks start once per test file
+            yield ranks
+
+    @pytest.mark.parametrize("case", contract.CASES, ids=lambda case: case.name)
+    def test_contract(pool, case):
+        contract.check(pool, "mine", case, refusal=REFUSED.get(case.name, ""), modules=("my_package.dispatcher",))
+
+`refusal` is a piece of the text with which your dispatcher refuses a case at construction, "" where it must run; for
+the dispatchers of this package `table.TABLE` holds it. `modules` are imported on every rank: they register the name.
+
+What is held in every case: results and all gradients against a float64 oracle within derived bounds; the rows that the
+experts see, bit for bit and in order, their counts, offsets and weights; LayoutStats; the same bits again in poisoned
+memory. Which further things happen (several tickets, misuse, faults, recompute, ...) is in the case's driver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .bench import Report
+from .case_list import CASES
+from .cases import Case
+from .drivers import run_case
+from .judge import judge
+from .ranks import RankPool
+
+__all__ = ["CASES", "Case", "check", "find_problems"]
+
+CASE_TIMEOUT_S = 60.0
+
+
+def check(
+    pool: RankPool,
+    dispatcher: str,
+    case: Case,
+    *,
+    refusal: str = "",
+    modules: Sequence[str] = (),
+    timeout_s: float = CASE_TIMEOUT_S,
+) -> None:
+    """Run one case and raise AssertionError with everything that is wrong.
+
+    Args:
+        pool: at least `case.num_ranks` ranks; its device is where tensors live.
+        dispatcher: a registered name.
+        case: one of CASES.
+        refusal: a piece of the expected refusal, "" where the dispatcher must run.
+        modules: imported on every rank first.
+        timeout_s: time for the case.
+
+    Raises:
+        AssertionError: the contract is broken; the message lists rank, micro-batch and value.
+        RankError: a rank raised or did not finish in time.
+    """
+    problems = find_problems(pool, dispatcher, case, refusal=refusal, modules=modules, timeout_s=timeout_s)
+    if problems:
+        raise AssertionError(f"{dispatcher} breaks the contract in {case.name}:\n  " + "\n  ".join(problems))
+
+
+def find_problems(
+    pool: RankPool,
+    dispatcher: str,
+    case: Case,
+    *,
+    refusal: str = "",
+    modules: Sequence[str] = (),
+    timeout_s: float = CASE_TIMEOUT_S,
+) -> list[str]:
+    """As `check`, but returns the sentences."""
+    reports: list[Report] = pool.run(
+        run_case, dispatcher, case, pool.device, tuple(modules), num_ranks=case.num_ranks, timeout_s=timeout_s
+    )
+    if refusal:
+        return [
+            f"rank {rank}: the refusal is {report.refusal!r}, expected {refusal!r} in it"
+            for rank, report in enumerate(reports)
+            if refusal not in (report.refusal or "")
+        ]
+    refused = [f"rank {rank}: {report.refusal}" for rank, report in enumerate(reports) if report.refusal]
+    return refused or judge(case, reports)
