@@ -8,15 +8,19 @@ which `meta.json` (sizes of all files) shows.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
@@ -105,9 +109,10 @@ def save(
     partial = folder / f".partial-{final.name}"
     try:
         ranks.together(lambda: _prepare(folder, partial) if ranks.rank == 0 else None)
-        save_tensors(entries.tensors, storage_writer=FileSystemWriter(partial), no_dist=ranks.group is None)
+        with _one_rank_is_fine():
+            save_tensors(entries.tensors, storage_writer=FileSystemWriter(partial), no_dist=ranks.group is None)
         ranks.together(lambda: _seal(partial, final, progress, model_config) if ranks.rank == 0 else None)
-    except Exception as err:
+    except (Exception, CheckpointException) as err:  # the latter is a BaseException
         if ranks.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
         error = CheckpointError(
@@ -119,6 +124,14 @@ def save(
         for _, old in list_steps(folder)[:-keep]:
             shutil.rmtree(old, ignore_errors=True)
     return final
+
+
+@contextlib.contextmanager
+def _one_rank_is_fine() -> Iterator[None]:
+    """No warning that there is no process group: one rank needs none."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _prepare(folder: Path, partial: Path) -> None:
@@ -191,8 +204,9 @@ def load(path: Path, model_config: dict[str, Any], entries: Entries, ranks: Rank
     """
     progress: Progress = ranks.together(lambda: _inspect(path, model_config, entries))
     try:
-        load_tensors(entries.tensors, storage_reader=FileSystemReader(path), no_dist=ranks.group is None)
-    except Exception as err:
+        with _one_rank_is_fine():
+            load_tensors(entries.tensors, storage_reader=FileSystemReader(path), no_dist=ranks.group is None)
+    except (Exception, CheckpointException) as err:  # the latter is a BaseException
         raise CheckpointError(f"{path}: cannot be read ({first_line(err)}); resume from another checkpoint") from err
     return progress
 

@@ -6,6 +6,7 @@ Experts are sharded over `dp` only: the dispatcher's backward already sums over 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from collections.abc import Callable, Sequence
@@ -147,10 +148,16 @@ def start(backend: Literal["auto", "gloo", "nccl"], ep_size: int, timeout_s: flo
         timeout=timedelta(seconds=timeout_s),
         device_id=device if cuda else None,
     )
-    shape = (launch.world_size // ep_size, ep_size)
+    return over_process_group(ep_size, device)
+
+
+def over_process_group(ep_size: int, device: torch.device) -> Ranks:
+    """The mesh over all ranks of the default process group, which must exist; a collective."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    shape = (world_size // ep_size, ep_size)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "ep"))
-    world = init_device_mesh(device.type, (launch.world_size,), mesh_dim_names=("world",))
-    return Ranks(launch.rank, launch.world_size, ep_size, device, mesh, world)
+    world = init_device_mesh(device.type, (world_size,), mesh_dim_names=("world",))
+    return Ranks(rank, world_size, ep_size, device, mesh, world)
 
 
 def choose_device(backend: str, launch: Launch, source: str) -> torch.device:
@@ -204,7 +211,9 @@ def shard(model: nn.Module, ranks: Ranks, dtype: torch.dtype) -> None:
     if ranks.world is None or ranks.mesh is None:
         return
     low = dtype != torch.float32
-    mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if low else MixedPrecisionPolicy()
+    # inputs keep their dtype: activations have the right one already, and routing weights stay float32
+    whole = MixedPrecisionPolicy(cast_forward_inputs=False)
+    mixed = dataclasses.replace(whole, param_dtype=dtype, reduce_dtype=torch.float32) if low else whole
     plain: set[nn.Parameter] = set()
     for layer in _layers(model):
         if layer.moe is not None and ranks.dp_size == 1:
@@ -216,7 +225,7 @@ def shard(model: nn.Module, ranks: Ranks, dtype: torch.dtype) -> None:
         if layer.moe is not None and ranks.dp_size > 1:
             fully_shard(layer.moe.experts, mesh=ranks.mesh["dp"], mp_policy=mixed)
         if layer.moe is not None and low:  # the router computes in float32
-            fully_shard(layer.moe.router, mesh=ranks.world, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
+            fully_shard(layer.moe.router, mesh=ranks.world, mp_policy=whole)
         fully_shard(layer, mesh=ranks.world, mp_policy=mixed, ignored_params=plain)
     fully_shard(model, mesh=ranks.world, mp_policy=mixed, ignored_params=plain)
     for module in model.modules():

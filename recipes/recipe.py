@@ -156,7 +156,7 @@ class MetricsSection:
 
     every: int = 10
     valid_every: int = 0
-    trace_steps: tuple | None = None  # type: ignore[type-arg]  # two integers, checked below
+    trace_steps: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         require(self.every >= 1, f"every must be at least 1, got {self.every}")

@@ -153,7 +153,7 @@ class Session:
             f"done: held-out loss {loss:.4f} nats/byte (unigram entropy {trainer.corpus.valid_unigram_entropy:.3f}, "
             f"gzip {trainer.corpus.valid_gzip:.3f}) after {trainer.step} steps, {time.strftime('%H:%M:%S')}"
         )
-        sample = generate(trainer.model, PROMPT, SAMPLE_TOKENS, 0.7, recipe.train.seed)
+        sample = generate(trainer.model, PROMPT, SAMPLE_TOKENS, 0.7, self.recipe.train.seed)
         self.say("sample: " + (PROMPT + sample).decode("utf-8", "replace"))
         self.say(f"metrics {folder / 'metrics.jsonl'}  plots {folder / 'loss.png'}, {folder / 'load.png'}")
 

@@ -1,0 +1,91 @@
+"""Runs recipes/pretrain.py on several ranks without torchrun: same variables, exit code and output of each rank.
+
+Ranks come from a fork server that has torch loaded, which saves some seconds a run; torchrun itself has its own tests.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import socket
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+PROGRAM = Path(__file__).resolve().parents[2] / "recipes" / "pretrain.py"
+
+
+def serve(rank: int, world: int, port: int, arguments: list[str], folder: str, output: str) -> None:
+    """Become one rank."""
+    out = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    os.chdir(folder)
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+    if world > 1:
+        os.environ.update({**{name: str(value) for name, value in names.items()}, "MASTER_ADDR": "127.0.0.1"})
+    import torch
+
+    torch.set_num_threads(1)
+    sys.argv = [str(PROGRAM), *arguments]
+    runpy.run_path(str(PROGRAM), run_name="__main__")
+
+
+@dataclass
+class Job:
+    """Ranks in flight."""
+
+    processes: list[multiprocessing.process.BaseProcess]
+    outputs: list[Path] = field(default_factory=list)
+
+    def wait(self, timeout_s: float = 100) -> list[int | None]:
+        """Exit code of each rank; a rank that outlives the time is killed and the test fails."""
+        end = time.monotonic() + timeout_s
+        for process in self.processes:
+            process.join(max(0.1, end - time.monotonic()))
+        alive = [rank for rank, process in enumerate(self.processes) if process.is_alive()]
+        for rank in alive:
+            self.processes[rank].kill()
+        assert not alive, f"ranks {alive} still ran after {timeout_s} s:\n{self.text()}"
+        return [process.exitcode for process in self.processes]
+
+    def text(self, rank: int | None = None) -> str:
+        """What one rank, or all ranks, printed."""
+        chosen = self.outputs if rank is None else [self.outputs[rank]]
+        return "\n".join(path.read_text(errors="replace") for path in chosen if path.exists())
+
+    def wait_for(self, text: str, timeout_s: float = 60) -> None:
+        """Until rank 0 has printed `text`."""
+        end = time.monotonic() + timeout_s
+        while text not in self.text(0):
+            assert time.monotonic() < end, f"no {text!r} after {timeout_s} s:\n{self.text()}"
+            assert self.processes[0].is_alive(), f"rank 0 ended before {text!r}:\n{self.text()}"
+            time.sleep(0.02)
+
+
+def start(world: int, arguments: list[str], folder: Path) -> Job:
+    """Start the program on `world` ranks in `folder`."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "moe_ep.testing.rank_main", "recipes.program"])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    outputs = Path(tempfile.mkdtemp(prefix="out-", dir=folder))
+    job = Job([], [outputs / f"rank{rank}.txt" for rank in range(world)])
+    for rank in range(world):
+        call = (rank, world, port, arguments, str(folder), str(job.outputs[rank]))
+        process = context.Process(target=serve, args=call)
+        process.start()
+        job.processes.append(process)
+    return job
+
+
+def run(world: int, arguments: list[str], folder: Path, timeout_s: float = 100) -> Job:
+    """Start and wait; all ranks must end with 0."""
+    job = start(world, arguments, folder)
+    codes = job.wait(timeout_s)
+    assert codes == [0] * world, f"exit codes {codes}:\n{job.text()}"
+    return job

@@ -1,0 +1,148 @@
+"""Recipes: what is read, what is overridden, and what is refused with which sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moe_ep.errors import RecipeError
+from recipes.recipe import check_world, load_recipe, to_toml
+from tests.ranks.small_recipe import write
+
+RECIPES = sorted((Path(__file__).resolve().parents[2] / "recipes").glob("*.toml"))
+
+
+@pytest.fixture
+def path(tmp_path):
+    return write(tmp_path)
+
+
+def refusal(path, *overrides, world=None):
+    with pytest.raises(RecipeError) as caught:
+        recipe = load_recipe(path, overrides)
+        assert world is not None, f"{overrides} was accepted"
+        check_world(recipe, world)
+    return str(caught.value)
+
+
+def test_shipped_recipes_load_and_fit_their_ranks():
+    ranks = {"tiny.toml": 4, "qwen3_moe_2gpu.toml": 2, "qwen3_moe_8gpu.toml": 8}
+    assert {p.name for p in RECIPES} == set(ranks)
+    for recipe in RECIPES:
+        check_world(load_recipe(recipe), ranks[recipe.name])
+
+
+def test_overrides_are_toml_values_and_bare_strings(path):
+    recipe = load_recipe(
+        path,
+        [
+            "moe.dispatcher=agrs",
+            "train.lr=3e-4",
+            "train.deterministic=true",
+            'run.name="b=c"',
+            "metrics.trace_steps=[2, 3]",
+        ],
+    )
+    assert (recipe.moe.dispatcher, recipe.train.lr, recipe.train.deterministic) == ("agrs", 3e-4, True)
+    assert (recipe.run.name, recipe.metrics.trace_steps) == ("b=c", (2, 3))
+
+
+def test_an_override_may_open_a_section_that_the_file_lacks(path):
+    assert load_recipe(path, ["replica.slots=0"]).replica.slots == 0
+
+
+def test_resolved_recipe_reads_back_to_equal_values(path, tmp_path):
+    recipe = load_recipe(path, ["train.lr=1e-05", "metrics.trace_steps=[2, 3]", 'data.path="a \\"b\\" \\\\ c"'])
+    resolved = tmp_path / "resolved.toml"
+    resolved.write_text(to_toml(recipe))
+    again = load_recipe(resolved)
+    assert to_toml(again) == to_toml(recipe)
+    assert again.data.path == 'a "b" \\ c'
+
+
+def test_max_tokens_of_the_layer_is_one_micro_batch(path):
+    assert load_recipe(path, ["train.micro_batch_size=3"]).moe_config().max_tokens == 3 * 16
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("train.stepz=3", ["[train]", "'stepz'", "did you mean 'steps'"]),
+        ("trian.steps=3", ["'trian'", "did you mean 'train'"]),
+        ("train.steps=0", ["[train]", "steps must be at least 1", "got 0"]),
+        ('train.steps="ten"', ["[train].steps", "'ten'", "must be int", "got str"]),
+        ("train.steps=1.5", ["[train].steps", "must be int", "got float"]),
+        ("train.deterministic=1", ["[train].deterministic", "must be bool"]),
+        ("train.recompute=all", ["[train].recompute", "'all'", "'none', 'moe', 'layer'"]),
+        ("train.lr=-1.0", ["[train]", "lr must be above 0", "got -1.0"]),
+        ("train.lr=nan", ["[train]", "lr must be above 0", "got nan"]),
+        ("train.intra_layer_micro_batch=3", ["intra_layer_micro_batch = 3", "gradient_accumulation = 2"]),
+        ("train.intra_layer_micro_batch=2", ["intra_layer_micro_batch = 2", "not available", "use 1"]),
+        ("replica.slots=2", ["[replica]", "slots = 2", "not available", "use 0"]),
+        ("replica.planner=quota", ["[replica]", "unknown key 'planner'"]),
+        ("metrics.routing_trace=x", ["[metrics]", "unknown key 'routing_trace'"]),
+        ("metrics.record_step=3", ["[metrics]", "unknown key 'record_step'"]),
+        ("metrics.trace_steps=[3, 2]", ["trace_steps = [3, 2]", "[first, last]"]),
+        ("metrics.trace_steps=[1.5, 2]", ["trace_steps = [1.5, 2]"]),
+        ("moe.deepep.api=v1", ["[moe]", "unknown key"]),
+        ("moe.router=softmx", ["[moe].router", "'softmx'", "'sigmoid'"]),
+        ("moe.bias_update_rate=0.1", ["[moe]", "bias_update_rate = 0.1", "sigmoid"]),
+        ("model.top_k=5", ["top_k = 5", "num_experts = 4"]),
+        ("model.vocab_size=100", ["[model]", "vocab_size = 100", "257"]),
+        ("parallel.backend=mpi", ["[parallel].backend", "'mpi'", "'gloo'"]),
+        ("data.valid_fraction=1.0", ["[data]", "valid_fraction", "1.0"]),
+        ("checkpoint.keep=0", ["[checkpoint]", "keep must be at least 1"]),
+        ("run.name=a/b", ["[run]", "'a/b'", "one folder name"]),
+        ("train=3", ["'train=3'", "section.key=value"]),
+        ("steps=3", ["'steps=3'", "section.key=value"]),
+    ],
+)
+def test_a_bad_value_is_refused_in_one_sentence_with_file_key_value_and_way_out(path, override, parts):
+    message = refusal(path, override)
+    assert str(path) in message
+    assert "\n" not in message
+    for part in parts:
+        assert part in message
+
+
+def test_recompute_of_moe_layers_needs_moe_layers(path):
+    message = refusal(path, "train.recompute=moe", "model.first_dense_layers=2", "model.intermediate_size=8")
+    assert "recompute = 'moe' matches no layer" in message
+
+
+def test_a_missing_key_and_a_missing_section(tmp_path):
+    path = tmp_path / "short.toml"
+    path.write_text('[run]\nname = "a"\n')
+    assert "[model]: key 'vocab_size' is missing" in refusal(path)
+
+
+def test_a_section_that_is_no_table(tmp_path):
+    path = tmp_path / "odd.toml"
+    path.write_text("run = 3\n")
+    assert "[run] = 3 must be a table" in refusal(path)
+
+
+def test_not_toml_not_there_not_text(tmp_path):
+    bad = tmp_path / "bad.toml"
+    bad.write_text("[run\n")
+    assert "not valid TOML" in refusal(bad)
+    assert "No such file" in refusal(tmp_path / "absent.toml")
+    bad.write_bytes(b"\xff\xfe")
+    assert "cannot read the recipe" in refusal(bad)
+
+
+@pytest.mark.parametrize(
+    ("world", "ep_size", "part"),
+    [
+        (3, 2, "does not divide the 3 rank(s) of this job; valid with 3 rank(s): 1"),
+        (2, 4, "does not divide the 2 rank(s) of this job; valid with 2 rank(s): 1, 2"),
+        (1, 4, "valid with 1 rank(s): 1"),
+        (8, 8, "does not divide model.num_experts = 4; valid with 8 rank(s): 1, 2, 4"),
+    ],
+)
+def test_ranks_that_do_not_fit(path, world, ep_size, part):
+    message = refusal(path, f"parallel.ep_size={ep_size}", world=world)
+    assert part in message
+    assert str(path) in message
+    assert f"ep_size = {ep_size}" in message
