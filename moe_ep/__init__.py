@@ -1,3 +1,60 @@
 """moe_ep: expert-parallel dispatch, overlap and expert replicas for Mixture-of-Experts pretraining in PyTorch."""
 
+from .config import DispatchConfig, MoEConfig
+from .dispatch import (
+    Capabilities,
+    Dispatcher,
+    LayoutStats,
+    Ticket,
+    build_dispatcher,
+    close_dispatchers,
+    known_dispatchers,
+    register_dispatcher,
+)
+from .errors import (
+    CapacityError,
+    CheckpointError,
+    InputError,
+    MoEError,
+    NonFiniteError,
+    PeerError,
+    PlanError,
+    ProtocolError,
+    RecipeError,
+    Unavailable,
+)
+from .experts import register_experts
+from .layer import MoEAux, MoELayer, moe_layers
+from .permute import ExpertInput
+from .routing import Routing
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "Capabilities",
+    "CapacityError",
+    "CheckpointError",
+    "DispatchConfig",
+    "Dispatcher",
+    "ExpertInput",
+    "InputError",
+    "LayoutStats",
+    "MoEAux",
+    "MoEConfig",
+    "MoEError",
+    "MoELayer",
+    "NonFiniteError",
+    "PeerError",
+    "PlanError",
+    "ProtocolError",
+    "RecipeError",
+    "Routing",
+    "Ticket",
+    "Unavailable",
+    "build_dispatcher",
+    "close_dispatchers",
+    "known_dispatchers",
+    "moe_layers",
+    "register_dispatcher",
+    "register_experts",
+]

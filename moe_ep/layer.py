@@ -1,0 +1,188 @@
+"""A Mixture-of-Experts layer: router, dispatcher, experts, shared experts.
+
+The forward is cut into three parts that a scheduler of several micro-batches can call on its own; `forward` calls them
+one after the other. Nothing of a micro-batch is kept on the module: it lives in the `LayerFlight` handed along.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .config import MoEConfig
+from .dispatch.agreement import agree
+from .dispatch.registry import build_dispatcher, refusal
+from .dispatch.ticket import Ticket
+from .errors import InputError, MoEError, Unavailable
+from .experts import SharedExperts, build_experts
+from .load import rank_load
+from .losses import RouterAux
+from .router import build_router
+from .routing import Routing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoEAux:
+    """What a layer says about one micro-batch, as device tensors (no host sync).
+
+    Attributes:
+        loss: float32 [], coefficient-weighted sum of the two losses below, differentiable; add it to the model's.
+        aux_loss, z_loss: float32 [], detached, without their coefficients; 0 where off.
+        load: int64 [E], routes of this rank's valid tokens to each expert.
+        num_tokens: int64 [], valid tokens. The losses are means over them; weight pieces by it when adding up.
+        cross_rank_routes: int64 [], routes that left this rank.
+        rank_load: int64 [R], routes of this rank's tokens to each rank.
+    """
+
+    loss: Tensor
+    aux_loss: Tensor
+    z_loss: Tensor
+    load: Tensor
+    num_tokens: Tensor
+    cross_rank_routes: Tensor
+    rank_load: Tensor
+
+
+@dataclass(slots=True, kw_only=True)
+class LayerFlight:
+    """One micro-batch on its way through the layer."""
+
+    x: Tensor
+    ticket: Ticket
+    router_aux: RouterAux
+
+
+class MoELayer(nn.Module):
+    """Drop-in feed-forward block: x [..., H] to (y [..., H], MoEAux).
+
+    Args:
+        config: sizes, back ends, router.
+        group: the expert-parallel group of R ranks; None: this rank holds all experts and no process group is needed.
+        layer_index: for messages, counters and initial weights.
+
+    All ranks of the group call forward (and backward) equally often, also with zero tokens.
+
+    Raises:
+        RecipeError: a configuration that can never work.
+        Unavailable: a back end that cannot run here, with the reason and the way out.
+        PeerError: the ranks disagree about the configuration.
+    """
+
+    def __init__(self, config: MoEConfig, group: dist.ProcessGroup | None = None, *, layer_index: int = 0) -> None:
+        super().__init__()
+        self.config = config
+        self.layer_index = layer_index
+        error: MoEError | None = None
+        try:
+            self._build_local(group)
+        except MoEError as err:
+            error = err
+        agree(f"MoE layer {layer_index}", asdict(config), error, group)
+        self.dispatcher = build_dispatcher(config.dispatch(), group)
+
+    def _build_local(self, group: dist.ProcessGroup | None) -> None:
+        """Everything that can fail on this rank alone, before the ranks agree to go on."""
+        config, layer_index = self.config, self.layer_index
+        if config.kernels == "cuda":
+            raise Unavailable("kernels = 'cuda' asks for CUDA ops, of which there are none yet; take 'auto' or 'torch'")
+        error = refusal(config.dispatch(), group)
+        if error is not None:
+            raise error
+        rank, num_ranks = (0, 1) if group is None else (group.rank(), group.size())
+        num_local = config.num_experts // num_ranks
+        self.router = build_router(config, layer_index, rank=rank, num_ranks=num_ranks)
+        self.experts = build_experts(config, num_local, rank * num_local, layer_index)
+        self.shared = SharedExperts(config, layer_index) if config.num_shared_experts else None
+
+    def reset_parameters(self, seed: int) -> None:
+        """Initial weights, a function of (seed, layer, global expert id) only, so equal for every R."""
+        self.router.reset_parameters(seed)
+        self.experts.reset_parameters(seed)
+        if self.shared is not None:
+            self.shared.reset_parameters(seed)
+
+    def extra_repr(self) -> str:
+        """The resolved dispatcher, as `print(model)` shows it."""
+        return f"dispatcher={self.dispatcher.describe()}"
+
+    def forward(self, x: Tensor, valid: Tensor | None = None, *, micro_batch: int = 0) -> tuple[Tensor, MoEAux]:
+        """Run the layer on one micro-batch.
+
+        Args:
+            x: [..., H] in the configured dtype; with three dimensions the first is the sequence (for the
+                sequence-level balancing loss).
+            valid: bool [...], False for padding: no route, output zero (but for shared experts), in no loss or counter.
+            micro_batch: for messages.
+
+        Raises:
+            InputError, CapacityError, NonFiniteError: a fault of this rank's input; the other ranks get a PeerError.
+        """
+        flight = self.launch_dispatch(x, valid, micro_batch=micro_batch)
+        self.launch_combine(flight)
+        shared = self.run_shared(x)
+        y = self.resolve(flight)
+        return (y if shared is None else y + shared), self.aux_of(flight)
+
+    def launch_dispatch(self, x: Tensor, valid: Tensor | None = None, *, micro_batch: int = 0) -> LayerFlight:
+        """Router, dispatch_preprocess, dispatch."""
+        try:
+            x_TH, routing, router_aux = self._route(x, valid)
+        except Exception:
+            # the other ranks are on their way to the exchange of counts; they must not wait there for this one
+            self.dispatcher.announce_failure(x.device, layer=self.layer_index, micro_batch=micro_batch)
+            raise
+        ticket = self.dispatcher.dispatch_preprocess(x_TH, routing, layer=self.layer_index, micro_batch=micro_batch)
+        self.dispatcher.dispatch(ticket)
+        return LayerFlight(x=x, ticket=ticket, router_aux=router_aux)
+
+    def _route(self, x: Tensor, valid: Tensor | None) -> tuple[Tensor, Routing, RouterAux]:
+        if x.shape[-1] != self.config.hidden_size:
+            raise InputError(f"x must be [..., {self.config.hidden_size}] (hidden_size), got {tuple(x.shape)}")
+        if valid is not None and valid.shape != x.shape[:-1]:
+            raise InputError(f"valid must be {tuple(x.shape[:-1])}, as x without H, got {tuple(valid.shape)}")
+        x_TH = x.reshape(-1, x.shape[-1])
+        valid_T = None if valid is None else valid.reshape(-1)
+        sequences = x.shape[0] if x.dim() == 3 else 1
+        return x_TH, *self.router(x_TH, valid_T=valid_T, num_sequences=sequences)
+
+    def launch_combine(self, flight: LayerFlight) -> None:
+        """dispatch_postprocess, experts, combine_preprocess, combine."""
+        expert_input = self.dispatcher.dispatch_postprocess(flight.ticket)
+        y_NH = self.experts(expert_input)
+        self.dispatcher.combine_preprocess(flight.ticket, y_NH)
+        self.dispatcher.combine(flight.ticket)
+
+    def run_shared(self, x: Tensor) -> Tensor | None:
+        """The shared experts' output [..., H], None where there are none."""
+        return None if self.shared is None else self.shared(x.reshape(-1, x.shape[-1])).view(x.shape)
+
+    def resolve(self, flight: LayerFlight) -> Tensor:
+        """combine_postprocess: the routed experts' y [..., H]."""
+        return self.dispatcher.combine_postprocess(flight.ticket).view(flight.x.shape)
+
+    def aux_of(self, flight: LayerFlight) -> MoEAux:
+        """Losses and loads of a micro-batch."""
+        aux = flight.router_aux
+        load_R = rank_load(aux.load, self.dispatcher.num_ranks)
+        return MoEAux(
+            loss=aux.loss,
+            aux_loss=aux.aux_loss,
+            z_loss=aux.z_loss,
+            load=aux.load,
+            num_tokens=aux.num_tokens,
+            cross_rank_routes=load_R.sum() - load_R[self.dispatcher.rank],
+            rank_load=load_R,
+        )
+
+
+def moe_layers(model: nn.Module) -> list[MoELayer]:
+    """The MoE layers of a model in module order, also inside wrappers (compiled, checkpointed, sharded)."""
+    return [module for module in model.modules() if isinstance(module, MoELayer)]
+
+
+def total_aux_loss(auxes: list[MoEAux]) -> Tensor:
+    """Sum over layers of the differentiable losses of one micro-batch, float32 []; no graph where all are off."""
+    return torch.stack([aux.loss for aux in auxes]).sum() if auxes else torch.zeros(())

@@ -1,0 +1,58 @@
+"""Faults: codes to errors, own error against peers' errors, the device record."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_ep import InputError, NonFiniteError, PeerError, Routing
+from moe_ep.faults import Fault, FaultRecord, raise_faults, routing_status
+
+
+def routing(ids: list[list[int]], bad_tokens: int | None = None) -> Routing:
+    expert_ids = torch.tensor(ids)
+    bad = None if bad_tokens is None else torch.tensor(bad_tokens)
+    return Routing(expert_ids=expert_ids, weights=torch.ones(expert_ids.shape), num_experts=4, bad_tokens=bad)
+
+
+@pytest.mark.parametrize(
+    ("value", "want"),
+    [
+        (routing([[0, 3], [-1, 2]]), (Fault.NONE, 0)),
+        (routing([[4, -2], [-1, 2]]), (Fault.BAD_IDS, 2)),
+        (routing([[4, 0], [-1, -1]], bad_tokens=3), (Fault.NON_FINITE, 3)),
+        (routing([[1, 0]], bad_tokens=0), (Fault.NONE, 0)),
+    ],
+)
+def test_the_status_of_a_routing_names_its_worst_fault(value: Routing, want: tuple[int, int]) -> None:
+    assert tuple(routing_status(value).tolist()) == want
+
+
+def test_no_fault_raises_nothing() -> None:
+    raise_faults([(0, 0), (0, 0)], 1, "layer 0, micro-batch 0", 4)
+
+
+def test_the_own_fault_is_raised_as_what_it_is_and_a_peers_as_peer_error() -> None:
+    statuses = [(0, 0), (int(Fault.NON_FINITE), 7)]
+    with pytest.raises(NonFiniteError, match=r"layer 2, micro-batch 1: non-finite router logits in 7 tokens"):
+        raise_faults(statuses, 1, "layer 2, micro-batch 1", 4)
+    with pytest.raises(PeerError, match=r"rank 1 reported.*layer 2, micro-batch 1.*7 tokens"):
+        raise_faults(statuses, 0, "layer 2, micro-batch 1", 4)
+
+
+def test_the_record_is_sticky_keeps_layer_micro_batch_and_value_and_clears_when_raised() -> None:
+    record = FaultRecord(torch.device("cpu"), 4)
+    record.raise_if_set()
+    record.note(torch.tensor([int(Fault.BAD_IDS), 5]), layer=17, micro_batch=3)
+    record.note(torch.tensor([0, 0]), layer=18, micro_batch=0)
+    with pytest.raises(InputError, match=r"layer 17, micro-batch 3: 5 expert ids lie outside \[-1, 4\)"):
+        record.raise_if_set()
+    record.raise_if_set()
+
+
+def test_the_record_keeps_the_worse_of_two_faults() -> None:
+    record = FaultRecord(torch.device("cpu"), 4)
+    record.note(torch.tensor([int(Fault.NON_FINITE), 2]), layer=1, micro_batch=0)
+    record.note(torch.tensor([int(Fault.BAD_IDS), 9]), layer=2, micro_batch=0)
+    with pytest.raises(NonFiniteError, match="layer 1, micro-batch 0: non-finite router logits in 2 tokens"):
+        record.raise_if_set()
