@@ -27,7 +27,7 @@ def generate(
         max_new_tokens: tokens to sample; what follows the end of the document is left out of the result.
         temperature: of the softmax; 0 takes the likeliest token.
         seed: of the sampling.
-        context: most tokens that the model sees at once.
+        context: most tokens that the model sees at once; never more than the dispatcher's max_tokens.
 
     Returns:
         The new bytes, without the prompt.
@@ -38,6 +38,7 @@ def generate(
     require(temperature >= 0, f"temperature must not be negative, got {temperature}")
     require(max_new_tokens >= 1, f"max_new_tokens must be at least 1, got {max_new_tokens}")
     require(context >= 1, f"context must be at least 1, got {context}")
+    context = min(context, model.moe_config.max_tokens or context)
     generator = torch.Generator().manual_seed(seed)
     device = model.embed.weight.device
     tokens, new = [END_OF_DOCUMENT, *prompt], []

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from moe_ep.config import MoEConfig, require
 from moe_ep.errors import CheckpointError
@@ -28,7 +28,7 @@ from .model import Decoder, ModelConfig
 
 
 def import_hf(model: Decoder, folder: str | Path) -> None:
-    """Fill the model from a folder that `save_pretrained` wrote; call it before FSDP shards the model.
+    """Fill the model, sharded by FSDP or not, from a folder that `save_pretrained` wrote.
 
     Each rank reads its own experts only. Experts may lie one by one (what transformers 4 and 5 write) or fused per
     layer as `experts.gate_up_proj` [E, 2I, H] and `experts.down_proj` [E, H, I]. The router stays float32.
@@ -41,13 +41,16 @@ def import_hf(model: Decoder, folder: str | Path) -> None:
     _check_same_model(model, folder)
     files = _files_of_names(folder)
     _check_names(files, model.config)
-    with torch.no_grad():
-        for name, target in named_tensors(model, _plain):
-            _copy(name, target, files, *fused_place(name, model))
     if model.config.tie_embeddings and "lm_head.weight" in files:
-        head = _read(files["lm_head.weight"], "lm_head.weight").to(model.embed.weight)
-        if not torch.equal(head, model.embed.weight):
-            raise CheckpointError(f"{folder}: lm_head.weight differs from the embedding it is tied to")
+        _check_tied(files)
+    staged: list[tuple[DTensor, Tensor]] = []
+    with torch.no_grad():
+        for name, target in named_tensors(model, lambda parameter: _writable(parameter, staged)):
+            _copy(name, target, files, *fused_place(name, model))
+        for parameter, whole in staged:
+            mesh, placements = parameter.device_mesh, parameter.placements
+            # every rank has read the same values: each takes its part, without a collective
+            parameter.copy_(distribute_tensor(whole, mesh, placements, src_data_rank=None))
 
 
 def export_hf(
@@ -109,9 +112,13 @@ def check_exportable(moe: MoEConfig) -> None:
     require(not moe.force_balance, f"export with force_balance = true is refused: {tail}")
 
 
-def _plain(parameter: Tensor) -> Tensor:
-    assert not isinstance(parameter, DTensor), "import comes before FSDP"
-    return parameter
+def _writable(parameter: Tensor, staged: list[tuple[DTensor, Tensor]]) -> Tensor:
+    """The parameter, or a whole copy of a sharded one, noted in `staged`."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    staged.append((parameter, whole))
+    return whole
 
 
 def _gathered(parameter: Tensor) -> Tensor:
@@ -164,6 +171,13 @@ def _check_names(files: dict[str, Path], config: ModelConfig) -> None:
     if missing or surplus:
         lists = [f"{what}: {', '.join(sorted(n))}" for what, n in (("missing", missing), ("surplus", surplus)) if n]
         raise CheckpointError(f"the weights do not fit the model ({'; '.join(lists)}); nothing was loaded")
+
+
+def _check_tied(files: dict[str, Path]) -> None:
+    names = ("lm_head.weight", "model.embed_tokens.weight")
+    head, embedding = (_read(files[name], name) for name in names)
+    if not torch.equal(head, embedding):
+        raise CheckpointError(f"{files[names[0]]}: lm_head.weight differs from the embedding it is tied to")
 
 
 def _check_same_model(model: Decoder, folder: Path) -> None:

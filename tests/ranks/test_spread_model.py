@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from moe_ep.errors import CheckpointError
@@ -63,15 +63,21 @@ def test_spread_experts_give_the_same_logits_and_text(pool: RankPool, dispatcher
 def write(group: dist.ProcessGroup, rank: int, folder: str, sharded: bool) -> None:
     model = decoder("all2all", group)
     if sharded:
-        mesh = init_device_mesh("cpu", (group.size(),))
-        experts = {p for layer in model.layers for p in layer.moe.experts.parameters()}
-        for module in (*model.layers, model):
-            fully_shard(module, mesh=mesh, ignored_params=experts)
+        shard(model, group)
     export_hf(model, folder, max_positions=16)
 
 
-def read(group: dist.ProcessGroup, rank: int, folder: str) -> float:
+def shard(model: Decoder, group: dist.ProcessGroup) -> None:
+    mesh = DeviceMesh.from_group(group, "cpu")
+    experts = {p for layer in model.layers for p in layer.moe.experts.parameters()}
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh, ignored_params=experts)
+
+
+def read(group: dist.ProcessGroup, rank: int, folder: str, sharded: bool) -> float:
     model = decoder("all2all", group, seed=1)
+    if sharded:
+        shard(model, group)
     before = (logits(model, rank) - logits(decoder("local", None), rank)).abs().max().item()
     assert before > 0.1, "the reader held the writer's weights already"
     import_hf(model, folder)
@@ -83,7 +89,7 @@ def test_weights_written_by_four_ranks_are_read_by_any_number(pool: RankPool, tm
     pool.run(write, str(tmp_path), sharded)
     assert len(list(tmp_path.glob("model-*-of-00004.safetensors"))) == 4
     for num_ranks in (1, 2, 4):
-        assert max(pool.run(read, str(tmp_path), num_ranks=num_ranks)) <= 1e-5
+        assert max(pool.run(read, str(tmp_path), sharded, num_ranks=num_ranks)) <= 1e-5
 
 
 def read_damaged(group: dist.ProcessGroup, rank: int, folder: str) -> str:

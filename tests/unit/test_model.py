@@ -224,3 +224,10 @@ def test_sampled_text_depends_on_seed_and_temperature() -> None:
     assert texts[0] == texts[1] != texts[2]
     with pytest.raises(RecipeError, match="temperature must not be negative"):
         generate(model, b"", 4, -1.0, 0)
+
+
+def test_text_stays_within_the_tokens_that_a_dispatcher_was_built_for() -> None:
+    config = ModelConfig(**{**SIZES, "init_std": 0.2})
+    bounded = Decoder(config, config.moe(dispatcher="agrs", experts="loop", max_tokens=8))
+    bounded.reset_parameters(0)
+    assert generate(bounded, b"", 24, 1.0, 0) == generate(decoder(init_std=0.2), b"", 24, 1.0, 0, context=8)

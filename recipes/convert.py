@@ -1,0 +1,102 @@
+"""Carry a run to and from the folder layout of `transformers` (config.json and safetensors, Qwen3MoeForCausalLM).
+
+    [torchrun ...] recipes/convert.py import RECIPE.toml FOLDER [section.key=value ...]
+    [torchrun ...] recipes/convert.py export RECIPE.toml FOLDER [section.key=value ...]
+
+`import` writes FOLDER's weights as step 0 of the recipe's run, from which `recipes/pretrain.py RECIPE.toml` goes on.
+`export` writes the run's newest checkpoint (or the one that `checkpoint.resume` names) into FOLDER.
+Exit codes are those of pretrain.py.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # runs from a clone, installed or not
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import torch
+
+from moe_ep.errors import CheckpointError, RecipeError
+from recipes import checkpoint, parallel
+from recipes.build import build, resume
+from recipes.hf import check_exportable, export_hf, import_hf
+from recipes.program import REFUSED, report, say
+from recipes.recipe import Recipe, check_world, load_recipe
+from recipes.session import Session
+from recipes.train_loop import save
+
+USAGE = "usage: [torchrun ...] recipes/convert.py import|export RECIPE.toml FOLDER [section.key=value ...]"
+
+
+def main(arguments: list[str]) -> int:
+    """Run one rank; returns its exit code."""
+    launch = parallel.Launch.from_env()
+    if len(arguments) < 3 or arguments[0] not in ("import", "export"):
+        say(launch.rank, USAGE)
+        return REFUSED
+    try:
+        recipe = load_recipe(arguments[1], arguments[3:])
+        check_world(recipe, launch.world_size)
+        check_exportable(recipe.moe_config())
+        ranks = parallel.start(recipe.parallel.backend, recipe.parallel.ep_size, recipe.train.timeout_s, recipe.source)
+    except RecipeError as err:
+        say(launch.rank, f"refused: {err}")
+        return REFUSED
+    session = Session(recipe, ranks)
+    try:
+        act = import_run if arguments[0] == "import" else export_run
+        session.say(act(recipe, ranks, Path(arguments[2])))
+    except Exception as err:  # every rank ends with a message and a code, whatever it was
+        return report(err, ranks.rank)
+    session.close()
+    return 0
+
+
+def import_run(recipe: Recipe, ranks: parallel.Ranks, folder: Path) -> str:
+    """Weights of `folder` as step 0 of the run; a collective that returns a sentence for the log.
+
+    Raises:
+        CheckpointError: on every rank; weights that do not fit, or a run that has checkpoints already.
+    """
+    checkpoints = recipe.folder / "checkpoints"
+    ranks.together(lambda: _refuse_old(checkpoints))
+    trainer = build(recipe, ranks)
+    ranks.together(lambda: import_hf(trainer.model, folder))
+    with torch.no_grad():
+        for master, shard in zip(trainer.optimizer.masters, trainer.optimizer.shards, strict=True):
+            master.copy_(shard)
+    save(trainer)
+    return f"imported {folder} as step 0 of {recipe.folder}; recipes/pretrain.py goes on from there"
+
+
+def _refuse_old(checkpoints: Path) -> None:
+    old = checkpoint.newest(checkpoints)
+    if old is not None:
+        raise CheckpointError(f"import would hide {old}; choose another run.name or remove the run's checkpoints")
+
+
+def export_run(recipe: Recipe, ranks: parallel.Ranks, folder: Path) -> str:
+    """The run's checkpoint as a folder of transformers; a collective that returns a sentence for the log.
+
+    Raises:
+        CheckpointError: on every rank; no checkpoint, or a folder that cannot be written.
+    """
+    trainer = build(recipe, ranks)
+    how = resume(trainer)
+    if trainer.saved_step < 0 and trainer.step == 0:
+        raise parallel.mark_agreed(CheckpointError(f"{recipe.folder} has no checkpoint to export; train it first"))
+    positions = recipe.train.sequence_length
+    writer = ranks.rank < ranks.ep_size  # the other ranks hold copies of these ranks' experts
+    ranks.together(lambda: export_hf(trainer.model, folder, max_positions=positions, writer=writer))
+    return f"{how}; exported to {folder}"
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code != 0:
+        os._exit(code)  # a process group with a lost peer may wait for ever in its destructor
