@@ -122,7 +122,7 @@ class _GroupedSwiGLU(torch.autograd.Function):
         if need_x or need_weights or need_gate_up:
             q = rows_mm(dy_NH, w_down, ends, transpose=False)
         if need_weights:
-            d_weights = _zero_tail(_row_dot(q, act), ctx.plan)
+            d_weights = _zero_tail(row_dot(q, act), ctx.plan)
         if need_down:
             d_down = weight_grad(dy_NH, _scale_(act, weights_N), ends)
         if need_x or need_gate_up:
@@ -182,7 +182,7 @@ def _scale_(rows: Tensor, weights_N: Tensor) -> Tensor:
     return rows.mul_(weights_N.unsqueeze(1))
 
 
-def _row_dot(a: Tensor, b: Tensor) -> Tensor:
+def row_dot(a: Tensor, b: Tensor) -> Tensor:
     """float32 [N] of the rows' inner products, products and sums in float32."""
     return a.to(torch.float32, copy=True).mul_(b).sum(-1)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from moe_ep.config import MoEConfig
 from moe_ep.errors import InputError, RecipeError, Unavailable
 from moe_ep.experts import GroupedExperts, SharedExperts, build_experts, register_experts
-from moe_ep.grouped_mlp import pad_inputs
+from moe_ep.grouped_mlp import pad_inputs, row_dot
 from moe_ep.permute import ExpertInput, make_offsets
 from moe_ep.testing.oracle import RankInput, SwiGLUExperts, run_oracle
 
@@ -352,6 +352,32 @@ def test_bytes_kept_for_backward_are_those_of_the_docstring(unique: bool) -> Non
     rows = (num_rows // 2 if unique else num_rows) * 64 * 2
     assert sum(kept.values()) == 2 * 16 * num_rows * 2 + rows + 4 * num_rows + parameters + integers
     del y
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
+def test_gradient_of_the_row_weights_is_summed_in_float32(dtype: torch.dtype) -> None:
+    a, b = (torch.randn(3, 512, generator=torch.Generator().manual_seed(s)).to(dtype) for s in (0, 1))
+    before = a.clone()
+    want = (a.double() * b.double()).sum(1)
+    got = row_dot(a, b)
+    assert got.dtype == torch.float32 and torch.equal(a, before)
+    assert ((got - want).abs() <= 16 * torch.finfo(torch.float32).eps * a.double().norm() * b.double().norm()).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("weighting", ("output", "activation"))
+def test_row_weights_multiply_in_float32(name: str, weighting: str) -> None:
+    """A weight that bfloat16 cannot hold is not rounded before the product (pytorch/torchtitan#2107)."""
+    experts = experts_for(name, 1, 8, 8, dtype="bfloat16", weighting=weighting)
+    with torch.no_grad():  # gate 128 * x saturates silu, up 2^-7 * x undoes it: activation = x^2, output = x^2
+        experts.w_gate_up.copy_(torch.cat([torch.eye(8) * 128, torch.eye(8) / 128])[None])
+        experts.w_down.copy_(torch.eye(8)[None])
+    inp = make_input((2,), 8, torch.bfloat16)
+    with torch.no_grad():
+        inp.source.copy_(torch.tensor([1.0, 1.5]).view(2, 1).expand(2, 8))
+        inp.row_weights.copy_(torch.tensor([1.0 + 2.0**-9, 1.0 + 2.0**-8]))
+    # in float32: 1 + 2^-9 rounds to 1; 2.25 * (1 + 2^-8) = 2.2588 rounds to 2.265625; a bfloat16 weight would give 2.25
+    assert torch.equal(experts(inp), torch.tensor([1.0, 2.265625]).view(2, 1).expand(2, 8).bfloat16())
 
 
 def test_torch_equals_loop() -> None:
