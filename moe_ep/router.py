@@ -141,7 +141,8 @@ class Router(nn.Module):
     def _count(self, load_E: Tensor) -> None:
         # recompute runs this forward again inside a backward pass: the engine's task id tells
         if self.training and torch._C._current_graph_task_id() == -1:
-            self.load_E += load_E
+            # FSDP2 moves parameters and buffers without `_apply`, so the counter follows at the first count
+            self.load_E = self.load_E.to(load_E.device).add_(load_E)
 
     def _check(self, x_TH: Tensor, valid_T: Tensor | None, num_sequences: int) -> None:
         if x_TH.dim() != 2 or x_TH.shape[1] != self.config.hidden_size or not x_TH.is_floating_point():

@@ -87,6 +87,15 @@ def test_counters_are_out_of_reach_of_buffer_broadcasts() -> None:
     assert clone.load_E.sum() == 3 * K and not router.load_E.any()
 
 
+@pytest.mark.gpu
+def test_counters_follow_weights_that_were_moved_without_them() -> None:
+    router = make("softmax")
+    router.weight.data = router.weight.data.cuda()
+    for _ in range(2):
+        router(rows(3).cuda())
+    assert router.load_E.is_cuda and router.load_E.sum() == 6 * K
+
+
 def test_bias_moves_by_the_sign_of_the_missing_load() -> None:
     router = make("sigmoid", bias_update_rate=0.25)
     router(rows(4))
