@@ -40,7 +40,8 @@ class Case:
         grads: what asks for a gradient; "none": forward under no_grad; "first_rank": x and weights on rank 0 only.
         driver: a key of drivers.DRIVERS.
         argument: what the driver is told.
-        tiny_weights: weights down to 1e-4 and of many digits.
+        weights: "random" in (0, 1]; "tiny": down to 1e-4 and of many digits; for constant experts "eighths", or
+            "powers" of two down to 1/64, with which rows are exact in bfloat16 while sums of them need float32.
         group: False: no process group at all (one rank).
         config: further fields of DispatchConfig, as pairs.
     """
@@ -60,7 +61,7 @@ class Case:
     grads: Grads = "all"
     driver: str = "repeat"
     argument: str = ""
-    tiny_weights: bool = False
+    weights: Literal["random", "tiny", "eighths", "powers"] = "random"
     group: bool = True
     config: tuple[tuple[str, object], ...] = ()
 
@@ -106,17 +107,24 @@ def make_input(case: Case, micro_batch: int, rank: int) -> RankInput:
     ids_TK = ROUTINGS[case.routing](case, num_tokens, rank, gen)
     shape = (num_tokens, case.hidden)
     if case.experts == "constant":
-        x_TH, dy_TH = (torch.randint(-9, 10, shape, generator=gen).to(dtype) for _ in range(2))
-        weights_TK = torch.randint(1, 9, ids_TK.shape, generator=gen).float() / 8
+        low, high = (1, 3) if case.weights == "powers" else (-9, 10)
+        x_TH, dy_TH = (torch.randint(low, high, shape, generator=gen).to(dtype) for _ in range(2))
     else:
         x_TH, dy_TH = (torch.randn(shape, generator=gen).to(dtype) for _ in range(2))
-        weights_TK = torch.rand(ids_TK.shape, generator=gen) + 0.01
-    if case.tiny_weights:
-        weights_TK = 1e-4 + 0.1234567 * weights_TK**8
+    weights_TK = _make_weights(case.weights, ids_TK.shape, gen)
     # the weight of a slot without a route is nobody's business
     weights_TK = weights_TK.masked_fill(ids_TK < 0, float("nan"))
     dy_TH = torch.ones(shape, dtype=dtype) if case.dy_layout == "expanded" else dy_TH
     return RankInput(x=x_TH, expert_ids=ids_TK.to(getattr(torch, case.ids_dtype)), weights=weights_TK, dy=dy_TH)
+
+
+def _make_weights(kind: str, shape: torch.Size, gen: torch.Generator) -> Tensor:
+    if kind == "eighths":
+        return torch.randint(1, 9, shape, generator=gen).float() / 8
+    if kind == "powers":
+        return 2.0 ** -torch.randint(0, 7, shape, generator=gen).float()
+    weights_TK = torch.rand(shape, generator=gen) + 0.01
+    return 1e-4 + 0.1234567 * weights_TK**8 if kind == "tiny" else weights_TK
 
 
 def make_inputs(case: Case, micro_batch: int) -> list[RankInput]:

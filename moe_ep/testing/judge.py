@@ -1,10 +1,11 @@
 """Compares what the ranks report with the oracle and with an enumeration of the routes, in the parent process.
 
-Bounds. The experts of the suite compute in float64 and round each row once, so a result y = sum_k w f differs from the
-oracle by: a row's rounding, a rounding of each rank's partial sum (back ends that reduce before the trip), the last
-rounding, each at most u(dtype) * sum_k |w f|, and at most K + R float32 additions. The same holds for d x. The rows,
-weights and gradients that travel unchanged are compared bit for bit, and the experts' parameter gradients, computed
-from them in float64, must therefore agree to float64 rounding.
+Bounds. Constant experts on small whole numbers must give the float64 value rounded once. The other experts compute in
+float64 and round each row once, so a result y = sum_k w f differs from the oracle by: a row's rounding, a rounding of
+each rank's partial sum (back ends that reduce before the trip), the last rounding, each at most u(dtype) * sum_k |w f|,
+and at most K + R float32 additions. The same holds for d x. The rows, weights and gradients that travel unchanged are
+compared bit for bit, and the experts' parameter gradients, computed from them in float64, must therefore agree to
+float64 rounding.
 """
 
 from __future__ import annotations
@@ -126,7 +127,8 @@ def _close(what: str, got: Any, wanted: Tensor, dtype: torch.dtype, bound: Tenso
     elif got.dtype != dtype or got.shape != wanted.shape:
         yield f"{what} is {got.dtype} {tuple(got.shape)}, not {dtype} {tuple(wanted.shape)}"
     else:
-        error = (got.double() - wanted).abs()
+        exact = not bound.any()  # then what is demanded is the float64 value rounded once
+        error = (got.double() - (wanted.to(dtype).double() if exact else wanted)).abs()
         bad = ~(error <= bound)  # a NaN is bad
         if bad.any():
             at = tuple(bad.nonzero()[0].tolist())

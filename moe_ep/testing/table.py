@@ -80,6 +80,8 @@ TABLE: dict[str, tuple[str, str, str]] = {
     "tiny-weights/R2": (ONE_RANK, RUN, RUN),
     "tiny-weights/R4": (ONE_RANK, RUN, RUN),
     "tiny-weights-bfloat16/R2": (ONE_RANK, RUN, RUN),
+    "float32-accumulation/R1": (RUN, RUN, RUN),
+    "float32-accumulation/R2": (ONE_RANK, RUN, RUN),
     "int32-ids/R1": (RUN, RUN, RUN),
     "int32-ids/R2": (ONE_RANK, RUN, RUN),
     "int32-ids/R4": (ONE_RANK, RUN, RUN),
