@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-import moe_ep.errors
 from moe_ep.config import require
 from moe_ep.errors import MoEError, PeerError, RecipeError
 
@@ -97,15 +96,13 @@ class Ranks:
             MoEError: of the failing rank's own class, PeerError for other classes. `agreed` is set on it, so that
                 only one rank needs to print it.
         """
-        texts = self.gather(None if error is None else (type(error).__name__, str(error)))
+        kind = type(error) if isinstance(error, MoEError) else None
+        texts = self.gather(None if error is None else (kind, f"{type(error).__name__}: {error}", str(error)))
         failures = [(rank, *text) for rank, text in enumerate(texts) if text is not None]
         if not failures:
             return
-        rank, name, text = failures[0]
-        cls = getattr(moe_ep.errors, name, None)
-        if cls is None:
-            raise mark_agreed(PeerError(f"rank {rank}: {name}: {text}")) from error
-        raise mark_agreed(cls(text)) from error
+        rank, cls, named, text = failures[0]
+        raise mark_agreed(PeerError(f"rank {rank}: {named}") if cls is None else cls(text)) from error
 
     def together(self, act: Callable[[], Any]) -> Any:
         """`act()`; an exception on any rank is raised on all of them (see `agree`)."""

@@ -22,7 +22,7 @@ from recipes.recipe import Recipe, to_toml
 from recipes.train_loop import Trainer, save, train_step, validate, with_validation
 
 PROMPT = b"def "
-SAMPLE_TOKENS = 160
+SAMPLE_TOKENS = 100
 
 
 class Session:

@@ -1,0 +1,219 @@
+"""The program as a user meets it: files, exit codes, signals, lost ranks, resuming. Few steps of a tiny model."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from moe_ep import doctor
+from recipes.metrics import Row
+from recipes.recipe import load_recipe
+from tests.ranks.launch import PROGRAM, run, start
+from tests.ranks.small_recipe import write
+
+WORLD = 4
+TIMES = ("tokens_per_s", "tflops_per_rank", "step_s", "data_s", "peak_mib", "eta_s")
+DOCUMENTED = """step, loss, aux_loss, z_loss, grad_norm, lr, tokens_per_s, tflops_per_rank, mfu, step_s, data_s,
+peak_mib, expert_imbalance, rank_imbalance_before, rank_imbalance_after, replicas, cross_rank_routes, host_syncs, eta_s,
+valid_loss, valid_unigram_entropy"""
+BIAS = ["moe.router=sigmoid", "moe.bias_update_rate=0.01"]
+
+
+def rows(folder: Path, name: str = "small") -> list[dict]:
+    lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in lines]
+
+
+def kill(job) -> None:
+    for process in job.processes:
+        process.kill()
+    for process in job.processes:
+        process.join()
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    """A run of 8 steps with selection bias and accumulation, traced at step 3."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    recipe = write(folder)
+    overrides = [*BIAS, "train.steps=8", "metrics.valid_every=4", "metrics.trace_steps=[3, 3]"]
+    return folder, run(WORLD, [str(recipe), *overrides], folder)
+
+
+def test_the_run_folder_holds_what_a_run_leaves(unbroken):
+    folder, _ = unbroken
+    left = folder / "runs" / "small"
+    names = {p.name for p in left.iterdir()}
+    assert names == {"recipe.toml", "env.json", "metrics.jsonl", "loss.png", "load.png", "trace", "checkpoints"}
+    assert {p.name for p in (left / "checkpoints").iterdir()} == {"step-00000004", "step-00000006", "step-00000008"}
+    assert {p.name for p in (left / "trace").iterdir()} == {f"rank{rank}.json" for rank in range(WORLD)}
+    assert json.loads((left / "trace" / "rank2.json").read_text())["traceEvents"]
+    assert all((left / name).read_bytes().startswith(b"\x89PNG") for name in ("loss.png", "load.png"))
+    resolved = load_recipe(left / "recipe.toml")
+    assert (resolved.moe.router, resolved.train.steps, resolved.checkpoint.keep) == ("sigmoid", 8, 3)
+    environment = json.loads((left / "env.json").read_text())
+    assert doctor.machine().keys() <= environment.keys()
+    assert len(environment["corpus"]["sha256"]) == 64
+
+
+def test_rows_have_exactly_the_documented_keys(unbroken):
+    folder, _ = unbroken
+    lines = [json.loads(line) for line in (folder / "runs/small/metrics.jsonl").read_text().splitlines()]
+    keys = re.findall(r"\w+", DOCUMENTED)
+    assert list(Row.__dataclass_fields__) == keys
+    assert [row["step"] for row in lines] == list(range(1, 9))
+    for row in lines:
+        assert list(row) == keys
+        assert len(row["expert_imbalance"]) == len(row["rank_imbalance_before"]) == 2
+        assert all(1 <= value <= 4 for value in row["expert_imbalance"])
+        assert row["cross_rank_routes"] > 0
+        assert row["tokens_per_s"] > 0
+        assert (row["valid_loss"] is not None) == (row["step"] in (4, 8))
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert lines[-1]["valid_unigram_entropy"] > 2
+
+
+def test_one_line_a_step_and_the_resolved_dispatcher_on_one_rank_only(unbroken):
+    _, job = unbroken
+    text = job.text(0)
+    assert text.splitlines()[0].startswith("dispatcher all2all (4 ranks, 1 experts on each)")
+    lines = [line for line in text.splitlines() if line.startswith("step ")]
+    assert len(lines) == 8
+    for part in ("step 8/8", "loss", "grad", "lr", "tok/s", "imbalance", "s/step", "eta 0:00:00", "valid"):
+        assert part in lines[-1]
+    assert "done: held-out loss" in text
+    assert "sample: def " in text
+    assert all("step" not in job.text(rank) for rank in range(1, WORLD))
+
+
+def test_killed_while_training_it_resumes_bit_for_bit_and_on_other_ranks_closely(unbroken, tmp_path):
+    folder, _ = unbroken
+    recipe = str(write(tmp_path))
+    job = start(WORLD, [recipe, *BIAS, "train.steps=8", "metrics.valid_every=4"], tmp_path)
+    job.wait_for("step 5/8")  # saved at 4: the steps since are done again
+    kill(job)
+    newest = max(p.name for p in (tmp_path / "runs/small/checkpoints").glob("step-*"))
+    assert newest in ("step-00000004", "step-00000006"), "killed too late to show anything"
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    write(copy)
+    shutil.copytree(tmp_path / "runs", copy / "runs")
+
+    job = run(WORLD, [recipe, *BIAS, "train.steps=8", "metrics.valid_every=4"], tmp_path)
+    assert "resumes at step" in job.text(0)
+    assert rows(tmp_path) == rows(folder)
+
+    other = ["parallel.ep_size=2", "train.gradient_accumulation=4"]
+    run(2, [str(copy / "small.toml"), *BIAS, *other, "train.steps=8", "metrics.valid_every=4"], copy)
+    for row, expected in zip(rows(copy), rows(folder), strict=True):
+        assert row["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+        assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+
+
+def test_sigterm_on_one_rank_saves_on_all_and_ends_with_0(tmp_path):
+    recipe = str(write(tmp_path))
+    job = start(WORLD, [recipe, "train.steps=100000", "checkpoint.every=0"], tmp_path)
+    job.wait_for(" 3/100000")
+    os.kill(job.processes[2].pid, signal.SIGTERM)
+    assert job.wait(60) == [0] * WORLD
+    step = rows(tmp_path)[-1]["step"]
+    assert f"SIGTERM: saved step {step} in" in job.text(0)
+    assert [p.name for p in (tmp_path / "runs/small/checkpoints").iterdir()] == [f"step-{step:08d}"]
+
+
+@pytest.mark.parametrize(
+    ("number", "said"), [(signal.SIGKILL, "another rank failed or was lost"), (signal.SIGSTOP, "")]
+)
+def test_a_lost_rank_ends_the_others_with_3_and_a_message(tmp_path, number, said):
+    recipe = str(write(tmp_path))
+    job = start(2, [recipe, "parallel.ep_size=2", "train.steps=100000", "train.timeout_s=4"], tmp_path)
+    job.wait_for(" 2/100000")
+    os.kill(job.processes[1].pid, number)
+    began = time.monotonic()
+    job.processes[0].join(30)
+    took = time.monotonic() - began
+    if number == signal.SIGSTOP:
+        job.processes[1].kill()
+    assert job.wait(10)[0] == 3
+    assert took < 4 + 6, f"{took} s"
+    assert "another rank failed or was lost" in job.text(0) or "rank 1 gave no sign of life" in job.text(0)
+    assert said in job.text(0)
+
+
+@pytest.mark.parametrize(
+    ("world", "overrides", "parts"),
+    [
+        (2, ["parallel.ep_size=2", "moe.dispatcher=al2all"], ["al2all", "did you mean 'all2all'"]),
+        (2, ["parallel.ep_size=2", "moe.experts=tourch"], ["tourch", "torch"]),
+        (2, ["parallel.ep_size=2", "data.path=nowhere"], ["[data] path", "nowhere"]),
+        (3, ["parallel.ep_size=2"], ["ep_size = 2", "3 rank(s)"]),
+        (1, ["parallel.ep_size=1", "parallel.backend=nccl"], ["'nccl'", "'gloo'"]),
+    ],
+)
+def test_what_cannot_run_is_refused_once_with_2_before_any_training(tmp_path, world, overrides, parts):
+    if "parallel.backend=nccl" in overrides and doctor.machine()["gpus"]:
+        pytest.skip("this machine has a GPU")
+    job = start(world, [str(write(tmp_path)), *overrides], tmp_path)
+    assert job.wait() == [2] * world
+    lines = job.text().strip().splitlines()
+    assert len(lines) == 1, job.text()
+    assert lines[0].startswith("refused: ")
+    for part in parts:
+        assert part in lines[0]
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_truncated_checkpoint_is_named_and_never_skips_what_is_whole(unbroken, tmp_path):
+    folder, _ = unbroken
+    recipe = str(write(tmp_path))
+    shutil.copytree(folder / "runs", tmp_path / "runs")
+    newest = tmp_path / "runs/small/checkpoints/step-00000008"
+    victim = next(newest.glob("*.distcp"))
+    os.truncate(victim, victim.stat().st_size // 2)
+    alone = [recipe, *BIAS, "parallel.ep_size=1", "train.gradient_accumulation=8"]
+    job = start(1, [*alone, "train.steps=9"], tmp_path)
+    assert job.wait() == [1]
+    assert f"{victim.name} has {victim.stat().st_size} bytes" in job.text()
+    assert "CheckpointError" in job.text()
+    assert "Traceback" not in job.text()
+    run(1, [*alone, "train.steps=8", f"checkpoint.resume={newest.parent / 'step-00000006'}", "run.name=b"], tmp_path)
+    assert rows(tmp_path, "b")[-1]["loss"] == pytest.approx(rows(folder)[-1]["loss"], abs=1e-5)
+
+
+def test_a_loss_that_is_not_finite_ends_every_rank_with_one_message(tmp_path):
+    job = start(2, [str(write(tmp_path)), "parallel.ep_size=2", "train.lr=1e30", "train.warmup_steps=0"], tmp_path)
+    codes = job.wait()
+    assert set(codes) <= {1, 3}
+    assert 1 in codes
+    assert "finite" in job.text()
+
+
+def torchrun(arguments: list[str], folder: Path) -> subprocess.Popen:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", *arguments],
+        cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def test_two_agents_train_the_same_as_one(tmp_path):
+    """`torchrun --nnodes 2` on one machine, two ranks each, against four ranks of one launcher."""
+    recipe = str(write(tmp_path))
+    few = ["train.steps=3", "checkpoint.every=0"]
+    run(WORLD, [recipe, *few, "run.name=one"], tmp_path)
+    port = random.SystemRandom().randrange(20000, 50000)
+    meet = ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+    agents = [torchrun([*meet, str(PROGRAM), recipe, *few, "run.name=two"], tmp_path) for _ in range(2)]
+    outputs = [agent.communicate(timeout=120)[0] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], outputs
+    assert rows(tmp_path, "two") == rows(tmp_path, "one")
