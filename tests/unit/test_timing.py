@@ -1,0 +1,70 @@
+"""The stopwatch on CPU, turns, percentiles, and the count of blocking calls from a trace."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from tools.timing import Stopwatch, alternate, blocking_calls, count_host_syncs, percentiles, slowest_rank
+
+CPU = torch.device("cpu")
+
+
+def test_a_region_is_timed_from_its_own_begin() -> None:
+    watch = Stopwatch(CPU, None)
+    watch.begin()
+    time.sleep(0.02)
+    watch.mark("first")
+    time.sleep(0.03)
+    watch.begin()
+    watch.mark("second")
+    found = watch.take()
+    assert list(found) == ["first", "second"]
+    assert found["first"] >= 20_000 and found["second"] < 10_000
+    assert watch.take() == {}
+
+
+def test_a_mark_without_begin_or_twice_is_a_mistake() -> None:
+    watch = Stopwatch(CPU, None)
+    with pytest.raises(AssertionError, match="without begin"):
+        watch.mark("a")
+    watch.begin()
+    watch.mark("a")
+    with pytest.raises(AssertionError, match="twice"):
+        watch.mark("a")
+
+
+def test_candidates_take_turns_and_are_looked_at_behind_their_last() -> None:
+    calls: list[tuple[str, int]] = []
+
+    def body(name: str, iteration: int, watch: Stopwatch) -> None:
+        calls.append((name, iteration))
+        watch.begin()
+        watch.mark("all")
+
+    bodies = {name: (lambda i, watch, name=name: body(name, i, watch)) for name in ("a", "b")}
+    series = alternate(bodies, range(2, 4), Stopwatch(CPU, None), lambda name: calls.append((name, -1)))
+    assert calls == [("a", 2), ("b", 2), ("a", 3), ("a", -1), ("b", 3), ("b", -1)]
+    assert all(len(s.us["all"]) == 2 and s.peak_bytes is None for s in series.values())
+
+
+def test_percentiles_are_times_that_were_measured() -> None:
+    assert percentiles([float(t) for t in range(30, -1, -1)]) == (3.0, 15.0, 27.0)
+    assert percentiles([7.0]) == (7.0, 7.0, 7.0)
+
+
+def test_one_rank_is_its_own_slowest() -> None:
+    us = {"a": [1.0, 2.0], "b": [3.0, 4.0]}
+    assert slowest_rank(us, None, CPU) == us
+
+
+def test_host_syncs_are_unknown_on_cpu() -> None:
+    assert count_host_syncs(lambda i, watch: pytest.fail("must not run"), 0, Stopwatch(CPU, None)) is None
+
+
+def test_only_blocking_calls_inside_regions_count() -> None:
+    sync, launch, begin, mark = "cudaStreamSynchronize", "cudaLaunchKernel", "stopwatch begin", "stopwatch mark"
+    names = [sync, begin, launch, sync, mark, "cudaEventSynchronize", mark, sync, sync, begin, launch, mark, sync]
+    assert blocking_calls([(name, float(i)) for i, name in enumerate(names)]) == 2

@@ -1,0 +1,181 @@
+"""How long something takes on the slowest rank: marks on the device, a cold L2, a common start, A and B in turn.
+
+On CUDA a mark is an event on the current stream, on CPU the host's clock. Before each region the L2 cache is flushed
+(on CUDA), everything issued is waited for and all ranks meet in a barrier. The time of an iteration is that of its
+slowest rank, taken before any percentile.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_FLUSH_BYTES = 256 << 20  # several times the L2 of any GPU to date
+_BLOCKING_CALLS = {
+    *("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cudaMemcpy2D"),
+    *("cuCtxSynchronize", "cuStreamSynchronize", "cuEventSynchronize", "cudaFree"),
+}
+_BEGIN, _MARK = "stopwatch begin", "stopwatch mark"
+
+
+class Stopwatch:
+    """Regions of one iteration. `begin` opens a region; each `mark` gives the time since it opened a name."""
+
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
+        self.device, self.group = device, group
+        cuda = device.type == "cuda"
+        self._flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device) if cuda else None
+        self._start: Any = None
+        self._marks: dict[str, tuple[Any, Any]] = {}
+        self.traced = False
+
+    def begin(self) -> None:
+        """Flush, wait for the device, meet the other ranks, start."""
+        if self._flush is not None:
+            self._flush.zero_()
+            torch.cuda.synchronize(self.device)
+        if self.group is not None:
+            dist.barrier(self.group)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # NCCL's barrier only waits on the device
+        self._trace(_BEGIN)
+        self._start = self._now()
+
+    def mark(self, name: str) -> None:
+        """Note the time since `begin` under a name that is new in this iteration."""
+        assert self._start is not None and name not in self._marks, f"mark {name!r} without begin, or twice"
+        self._marks[name] = (self._start, self._now())
+        self._trace(_MARK)
+
+    def take(self) -> dict[str, float]:
+        """Microseconds by name; waits for the device and starts a new iteration."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            found = {name: start.elapsed_time(end) * 1e3 for name, (start, end) in self._marks.items()}
+        else:
+            found = {name: (end - start) * 1e6 for name, (start, end) in self._marks.items()}
+        self._start, self._marks = None, {}
+        return found
+
+    def _trace(self, what: str) -> None:
+        """A point in the profiler's trace, so that what happens between regions can be told apart."""
+        if self.traced:
+            with torch.profiler.record_function(what):
+                pass
+
+    def _now(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+@dataclass(slots=True, kw_only=True)
+class Series:
+    """What one candidate did in the timed iterations.
+
+    Attributes:
+        us: microseconds of this rank by mark, one per iteration.
+        peak_bytes: most device memory that an iteration had allocated on top of what stood before it; None on CPU.
+    """
+
+    us: dict[str, list[float]]
+    peak_bytes: int | None = None
+
+
+K = TypeVar("K")
+Body = Callable[[int, Stopwatch], None]
+
+
+def alternate(
+    bodies: Mapping[K, Body], iterations: range, watch: Stopwatch, after_last: Callable[[K], None]
+) -> dict[K, Series]:
+    """Run the candidates in turn (A B A B ...), each iteration once for all of them.
+
+    Args:
+        bodies: name to body(iteration, watch), the same names in the same order on every rank.
+        iterations: numbers handed to the bodies.
+        watch: used by all of them.
+        after_last: called with each name right behind its last iteration, to look at the results.
+    """
+    found = {name: Series(us={}) for name in bodies}
+    for iteration in iterations:
+        for name, body in bodies.items():
+            before = _reset_peak(watch.device)
+            body(iteration, watch)
+            for mark, us in watch.take().items():
+                found[name].us.setdefault(mark, []).append(us)
+            if before is not None:
+                peak = torch.cuda.max_memory_allocated(watch.device) - before
+                found[name].peak_bytes = max(peak, found[name].peak_bytes or 0)
+            if iteration == iterations[-1]:
+                after_last(name)
+    return found
+
+
+def _reset_peak(device: torch.device) -> int | None:
+    """Bytes allocated now, with the peak set back to them; None on CPU."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def largest(values: Tensor, group: dist.ProcessGroup | None, device: torch.device) -> Tensor:
+    """Elementwise maximum over the ranks, on the host."""
+    moved = values.to(device)
+    if group is not None:
+        dist.all_reduce(moved, op=dist.ReduceOp.MAX, group=group)
+    return moved.cpu()
+
+
+def slowest_rank(
+    us: Mapping[str, Sequence[float]], group: dist.ProcessGroup | None, device: torch.device
+) -> dict[str, list[float]]:
+    """Of each iteration the time of its slowest rank, by mark."""
+    worst = largest(torch.tensor([list(times) for times in us.values()], dtype=torch.float64), group, device)
+    return dict(zip(us, worst.tolist(), strict=True))
+
+
+def percentiles(times: Sequence[float]) -> tuple[float, float, float]:
+    """The 10th, 50th and 90th, each a time that was measured (nearest rank)."""
+    ordered = sorted(times)
+    p10, p50, p90 = (ordered[round(q * (len(ordered) - 1))] for q in (0.1, 0.5, 0.9))
+    return p10, p50, p90
+
+
+def count_host_syncs(body: Body, iteration: int, watch: Stopwatch) -> int | None:
+    """Calls inside the regions of one iteration that block the host until the device has caught up; None on CPU.
+
+    Counted in a profiler trace, so a library's calls count as well. Polling an event in a loop is not seen.
+    """
+    if watch.device.type != "cuda":
+        return None
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    watch.traced = True
+    with torch.profiler.profile(activities=activities) as profile:
+        body(iteration, watch)
+        watch.take()
+    watch.traced = False
+    names_and_starts = [(event.name, event.time_range.start) for event in profile.events() or []]
+    return blocking_calls(sorted(names_and_starts, key=lambda pair: pair[1]))
+
+
+def blocking_calls(events: Sequence[tuple[str, float]]) -> int:
+    """Blocking calls between a begin and the last mark of its region, among (name, start) in the order of time."""
+    total, since_mark, open_region = 0, 0, False
+    for name, _ in events:
+        if name == _BEGIN:
+            since_mark, open_region = 0, True
+        elif name == _MARK:
+            total, since_mark = total + since_mark, 0
+        elif name in _BLOCKING_CALLS and open_region:
+            since_mark += 1
+    return total
