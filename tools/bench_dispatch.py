@@ -1,0 +1,121 @@
+#!/usr/bin/env python3
+"""Compare dispatchers: their stages alone, or one whole MoE layer. Every run includes all2all, in turn with the others.
+
+    python tools/bench_dispatch.py --shape 64,32,48,8,2                         one rank, no process group
+    torchrun --nproc-per-node 4 tools/bench_dispatch.py --dispatchers agrs --shape 64,32,48,8,2 --pass fwd,fwd+bwd
+    torchrun --nproc-per-node 2 tools/bench_dispatch.py --shape dsv3 qwen3 mixtral --skew 1,1.5 --level stage,layer \
+        --out tools/results/dispatch-H200x2.jsonl
+
+The ranks of the launch are the expert-parallel group. With GPUs each rank takes one and uses NCCL and bfloat16, without
+them gloo and float32: those times say that everything works, not how fast it is. Exit status: 0 done, 1 a result was
+wrong (with --strict: any row is not ok), 2 arguments that cannot be measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this folder is no installed package
+
+from moe_ep.config import DTYPES
+from moe_ep.dispatch import close_dispatchers
+from moe_ep.errors import RecipeError
+from tools.bench_options import BASELINE, parse_options
+from tools.bench_run import WrongWork, run
+from tools.bench_setting import Place
+from tools.bench_table import print_table
+from tools.rows import Row, RowFile, machine_header
+from tools.shapes import PRESETS
+
+TIMEOUT_S = 120  # of one collective: a rank that is lost ends the run
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, write, print; returns the exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    chosen = _parser().parse_args(arguments)
+    place = join()
+    try:
+        status = _measure(chosen, arguments, place)
+    except (RecipeError, WrongWork) as err:  # on every rank alike; any other error ends the process, group and all
+        if place.rank == 0:
+            print(f"error: {err}", file=sys.stderr)
+        status = 2 if isinstance(err, RecipeError) else 1
+    leave(place)
+    return status
+
+
+def _measure(chosen: argparse.Namespace, arguments: Sequence[str], place: Place) -> int:
+    options = parse_options(chosen, place.device)
+    options.check()
+    first = place.rank == 0
+    header = machine_header(["tools/bench_dispatch.py", *arguments]) if first else {}
+    file = RowFile(Path(chosen.out) if chosen.out and first else None, header)
+    rows: list[Row] = []
+
+    def emit(new: Sequence[Row]) -> None:
+        rows.extend(new)
+        file.append(new)
+
+    try:
+        run(options, place, emit)
+    finally:
+        if first:
+            print_table(header, rows, on_cpu=place.device.type == "cpu")
+    bad = {row["status"] for row in rows} - {"ok"}
+    return int("failed" in bad or (chosen.strict and bool(bad)))
+
+
+def join() -> Place:
+    """The group that torchrun announces in the environment, or one rank without any."""
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    if "RANK" not in os.environ:
+        return Place(device=device, group=None, rank=0, num_ranks=1)
+    timeout = timedelta(seconds=TIMEOUT_S)
+    dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None)
+    return Place(device=device, group=dist.group.WORLD, rank=dist.get_rank(), num_ranks=dist.get_world_size())
+
+
+def leave(place: Place) -> None:
+    """Close the dispatchers, then the group."""
+    close_dispatchers(place.group)
+    if place.group is not None:
+        dist.destroy_process_group()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="Compare dispatchers, by stages or in one layer. Lists are comma-separated.", allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--dispatchers", default=BASELINE, help=f"names; {BASELINE} is always measured too")
+    add("--shape", nargs="+", default=["dsv3"], help=f"T,H,I,E,K or one of {', '.join(PRESETS)}; several in a row")
+    add("--skew", default="1", help="rank max/mean, 1 (even) to the number of ranks")
+    add("--level", default="stage", help="stage, layer")
+    add("--pass", dest="passes", default="fwd", help="fwd, fwd+bwd")
+    add("--experts", default="torch", help="experts of the layer")
+    add("--micro-batches", default="1", help="1")
+    add("--replica-slots", default="0", help="0")
+    add("--dtype", help=f"{', '.join(DTYPES)}; default bfloat16 on GPUs, float32 on CPU")
+    add("--iterations", type=int, default=20, help="timed ones, each with a new routing")
+    add("--warmup", type=int, default=5)
+    add("--seed", type=int, default=0)
+    add("--rates", help="LINK_GBS,HBM_TBS of this machine, for floors; known for H200 (380,4.2), else no floor")
+    add("--out", help="JSON lines: a machine header, then one object a row")
+    add("--strict", action="store_true", help="exit 1 when any row is not ok")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

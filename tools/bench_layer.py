@@ -1,0 +1,94 @@
+"""The candidate that runs one whole layer, with the benchmark's routing in place of its router's choice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_ep.config import MoEConfig
+from moe_ep.layer import MoELayer
+from moe_ep.losses import RouterAux
+from moe_ep.permute import ExpertInput
+from moe_ep.routing import Routing
+
+from .bench_case import BOTH, Case, Figure, need_grad
+from .bench_check import Check, check_layer
+from .bench_setting import Setting
+from .rows import dtype_name
+from .timing import Stopwatch
+
+
+class ScriptedRouter(nn.Module):
+    """The real router, with all that it computes, whose choice is then replaced by the benchmark's ids.
+
+    The weights stay those of its own choice: they sum to 1, and their gradient flows as ever.
+    """
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.ids_TK: Tensor | None = None
+
+    def forward(self, x_TH: Tensor, **options: Any) -> tuple[Routing, RouterAux]:
+        """As the router's own."""
+        routing, aux = self.inner(x_TH, **options)
+        assert self.ids_TK is not None, "no ids to route by"
+        return Routing(expert_ids=self.ids_TK, weights=routing.weights, num_experts=routing.num_experts), aux
+
+
+class BenchLayer:
+    """A MoELayer on its device, routed by a script, that keeps what its experts were handed."""
+
+    def __init__(self, name: str, experts: str, setting: Setting) -> None:
+        shape, place = setting.shape, setting.place
+        config = MoEConfig(
+            hidden_size=shape.H, expert_intermediate_size=shape.I, num_experts=shape.E, top_k=shape.K,
+            dtype=dtype_name(setting.dtype), max_tokens=shape.T, dispatcher=name, experts=experts, aux_loss="none",
+        )  # fmt: skip
+        self.module = MoELayer(config, place.group).to(place.device)
+        self.router = ScriptedRouter(self.module.router)
+        self.module.router = self.router  # type: ignore[assignment]
+        self.inputs: list[ExpertInput] = []
+        self.module.experts.register_forward_pre_hook(lambda _, args: self.inputs.append(args[0]))
+
+
+class LayerCase(Case):
+    """One pass of one MoELayer: router, dispatch, experts, combine."""
+
+    def __init__(self, layer: BenchLayer, pass_: str, setting: Setting) -> None:
+        super().__init__(setting)
+        self.layer = layer
+        self.backward = pass_ == BOTH
+        self.figures = [Figure(stage=None, pass_=pass_, form=None, marks=("layer",), dispatches=1, combines=1)]
+        self._y: Tensor | None = None
+        self._dx: Tensor | None = None
+
+    def run(self, iteration: int, watch: Stopwatch) -> None:
+        """Mark "layer"."""
+        self.poison(self._y, self._dx)
+        self._y, self._dx = None, None
+        self.layer.module.zero_grad(set_to_none=True)
+        self.layer.router.ids_TK = self.setting.routings[iteration].expert_ids
+        x = self.setting.x.detach().requires_grad_(self.backward)
+        with torch.set_grad_enabled(self.backward):
+            watch.begin()
+            y = self.layer.module(x)[0]
+            if self.backward:
+                y.backward(self.setting.dy)
+            watch.mark("layer")
+        if self.backward:
+            self._dx = need_grad(x, "the layer", "x")
+            for name, parameter in self.layer.module.named_parameters():
+                need_grad(parameter, "the layer", name)
+        self._y = y.detach()
+        (inp,) = self.layer.inputs
+        self.layer.inputs.clear()
+        self.expect_rows(iteration, inp)
+
+    def check(self, iteration: int) -> Check:
+        """See check_layer. Of the parameters' gradients only their presence is looked at, by `run`."""
+        assert self._y is not None, "check before run"
+        router = self.layer.router.inner
+        return check_layer(self.layer.module, router, self.setting, iteration, self._y, self._dx)

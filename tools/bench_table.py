@@ -1,0 +1,36 @@
+"""A short table of result rows for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .rows import Row
+
+CPU_NOTE = "CPU/gloo: these times show that everything runs and is right; they are not performance."
+COLUMNS = (
+    *("level", "stage", "pass", "dispatcher", "form", "T,H,I,E,K", "R", "skew"),
+    *("p50 us", "p10", "p90", "x floor", "err"),
+)
+
+
+def print_table(header: Row, rows: Sequence[Row], on_cpu: bool) -> None:
+    """Machine, rows with times, then the rows without and why."""
+    gpu = "no GPU" if header["gpu"] is None else f"{header['gpus']} x {header['gpu']}"
+    print(f"\n{gpu}, torch {header['torch']}, commit {header['commit']}, dirty {header['dirty']}")
+    lines = [COLUMNS, *(_cells(row) for row in rows if row["status"] == "ok")]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
+    for line in lines:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    for row in rows:
+        if row["status"] != "ok":
+            print(f"{row['level']} {row['pass']} {row['dispatcher']}: {row['status']}: {row['reason']}")
+    if on_cpu:
+        print(CPU_NOTE)
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    sizes = ",".join(str(row["shape"][name]) for name in "THIEK")
+    times = [f"{row[name]:.1f}" for name in ("us_p50", "us_p10", "us_p90")]
+    ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
+    words = [row["level"], row["stage"] or "-", row["pass"], row["dispatcher"], row["form"] or "-"]
+    return (*words, sizes, str(row["R"]), f"{row['skew_realised']:.2f}", *times, ratio, f"{row['err']:.1e}")
