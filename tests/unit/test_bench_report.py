@@ -1,0 +1,123 @@
+"""The report: ratios that anybody can recompute, refusals of what is no comparison, regressions by exit status."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools.bench_report import main
+from tools.rows import MACHINE_FIELDS, make_row
+
+SHAPE = {"T": 64, "H": 32, "I": 48, "E": 8, "K": 2}
+
+
+def row(dispatcher: str, us: float | None, **change: Any) -> dict[str, Any]:
+    known = {
+        "level": "stage", "stage": "dispatch", "pass": "fwd", "form": "expanded", "shape": SHAPE, "R": 2, "skew": 1.0,
+        "M": 1, "S": 0, "dtype": "float32", "status": "ok", "us_p50": us, "dispatcher": dispatcher,
+    }  # fmt: skip
+    return make_row(**(known | change))
+
+
+def write(path: Path, rows: list[dict[str, Any]], **header: Any) -> str:
+    first = dict.fromkeys(MACHINE_FIELDS) | {"kind": "machine", "gpu": "H200", "gpus": 2, "link": "NV18"} | header
+    path.write_text("".join(json.dumps(value) + "\n" for value in [first, *rows]))
+    return str(path)
+
+
+@pytest.fixture
+def first(tmp_path: Path) -> str:
+    return write(tmp_path / "a.jsonl", [row("all2all", 1234.57), row("agrs", 789.12), row("direct", 301.0)])
+
+
+RATIO = re.compile(r"(\w+): ([\d.]+) us / (\w+) ([\d.]+) us = ([\d.]+)")
+
+
+def test_every_ratio_can_be_recomputed_from_its_own_line(first: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([first]) == 0
+    found = RATIO.findall(capsys.readouterr().out)
+    assert [name for name, *_ in found] == ["all2all", "agrs", "direct"]
+    for _, us, baseline, baseline_us, ratio in found:
+        assert baseline == "all2all" and baseline_us == "1234.57"
+        assert ratio == f"{float(us) / float(baseline_us):.3f}"
+
+
+def test_each_run_is_held_against_its_own_baseline(
+    first: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # a baseline that is weaker, averaged or of another run would make 500 us look like another speed-up
+    second = write(tmp_path / "b.jsonl", [row("all2all", 1000.0), row("deepep", 500.0, api="v2")], nccl_loaded="2.30")
+    assert main([first, second]) == 0
+    out = capsys.readouterr().out
+    assert "deepep v2: 500.00 us / all2all 1000.00 us = 0.500  [b.jsonl]" in out
+    assert "agrs: 789.12 us / all2all 1234.57 us = 0.639  [a.jsonl]" in out
+    assert "nccl_loaded 2.30" in out
+
+
+def test_a_run_without_its_baseline_gets_no_ratio(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lost = row("all2all", None, status="oom", reason="out of memory: 1 GiB")
+    assert main([write(tmp_path / "c.jsonl", [lost, row("agrs", 5.0)])]) == 0
+    out = capsys.readouterr().out
+    assert "agrs: 5.00 us / all2all -: no ok row of all2all in this run" in out
+    assert "all2all oom: out of memory: 1 GiB" in out
+
+
+@pytest.mark.parametrize(("us", "status"), [(789.0, 0), (825.0, 0), (833.0, 1)])
+def test_a_ratio_beyond_the_threshold_is_a_regression(
+    first: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], us: float, status: int
+) -> None:
+    second = write(tmp_path / "b.jsonl", [row("all2all", 1234.57), row("agrs", us)])
+    assert main([first, second]) == status
+    out = capsys.readouterr().out
+    assert ("REGRESSION" in out) == bool(status)
+    if status:
+        assert "ratio grew by 5.6 %: a.jsonl agrs: 789.12 us / all2all 1234.57 us = 0.639; b.jsonl agrs: 833.00" in out
+        assert main([first, second, "--threshold", "0.1"]) == 0
+
+
+def test_a_slower_machine_hour_is_no_regression_but_a_slower_baseline_is(first: str, tmp_path: Path) -> None:
+    alike = write(tmp_path / "b.jsonl", [row("all2all", 1234.57 * 1.04), row("agrs", 789.12 * 1.04)])
+    slower = write(tmp_path / "c.jsonl", [row("all2all", 1234.57 * 1.2), row("agrs", 789.12 * 1.2)])
+    assert main([first, alike, "--threshold", "0.05"]) == 0
+    assert main([first, slower, "--threshold", "0.05"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("header", "change", "message"),
+    [
+        ({"gpu": "B200"}, {}, r"gpu is 'H200' in .*a\.jsonl and 'B200' in .*b\.jsonl"),
+        ({"gpus": 8}, {}, "gpus is 2"),
+        ({"link": "PIX"}, {}, "link is 'NV18'"),
+        ({}, {"shape": SHAPE | {"T": 65}}, r"only .*b\.jsonl has .*T,H,I,E,K=65,32,48,8,2"),
+        ({}, {"skew": 1.5}, r"only .*a\.jsonl has .*skew=1\.0"),
+        ({}, {"R": 4}, r"only .*b\.jsonl has .*R=4"),
+    ],
+)
+def test_other_machines_and_shapes_are_refused_unless_forced(
+    first: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], header: Any, change: Any, message: str
+) -> None:
+    second = write(tmp_path / "b.jsonl", [row("all2all", 5.0, **change), row("agrs", 5.0, **change)], **header)
+    assert main([first, second]) == 2
+    error = capsys.readouterr().err
+    assert re.search(message, error) and "--force" in error
+    main([first, second, "--force"])
+    out = capsys.readouterr().out
+    assert re.search("forced: " + message, out) and "agrs: 5.00 us / all2all 5.00 us = 1.000" in out
+
+
+def test_files_that_say_nothing_are_refused(first: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    twice = write(tmp_path / "b.jsonl", [row("all2all", 5.0), row("all2all", 6.0)])
+    empty = write(tmp_path / "c.jsonl", [])
+    for path, message in ((twice, "twice"), (empty, "no row with status ok"), (str(tmp_path / "no.jsonl"), "No such")):
+        assert main([first, path]) == 2
+        assert message in capsys.readouterr().err
+    assert main([first, "--threshold", "-1"]) == 2
+
+
+def test_cpu_figures_are_labelled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([write(tmp_path / "a.jsonl", [row("all2all", 5.0)], gpu=None, gpus=None, link=None)]) == 0
+    assert "CPU/gloo are not performance" in capsys.readouterr().out
