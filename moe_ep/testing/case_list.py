@@ -38,6 +38,7 @@ _ROUTING = [
     *_family("zero-tokens-everywhere", tokens={1: (0,), 2: (0, 0), 4: (0, 0, 0, 0)}),
     *_family("one-token", tokens={1: (1,), 2: (1, 0), 4: (1, 0, 0, 1)}),
     *_family("no-route-slots", routing="holes", top_k=3),
+    *_family("padding-tokens", routing="padding", tokens={1: (16,), 2: (16, 12), 4: (16, 12, 8, 4)}),
     *_family("no-routes-on-a-rank", (2, 4), routing="no_routes_on_last_rank"),
     *_family("no-routes-anywhere", routing="no_routes"),
     *_family("duplicates", routing="duplicates", top_k=3),
@@ -45,6 +46,7 @@ _ROUTING = [
     *_family("top-k-is-all-experts", top_k=8),
     *_family("one-expert-per-rank", (2, 4), routing="duplicates", num_experts=4, top_k=3),
     *_family("one-expert-on-each-of-two", (2,), num_experts=2),
+    *_family("17-experts-per-rank", (2,), num_experts=34, top_k=5),
     *_family("512-experts", (2,), num_experts=512, top_k=10, tokens={2: (4, 3)}),
     *_family("constant-experts", routing="duplicates", num_experts=16, top_k=4, experts="constant", weights="eighths"),
     *_family(
@@ -111,6 +113,8 @@ _TICKETS = [
     *_family("source-is-kept", driver="source", routing="holes"),
     *_family("stage-out-of-order", driver="protocol"),
     *_family("abandoned-tickets", driver="abandoned"),
+    *_family("tensors-are-freed", driver="memory", routing="holes"),
+    *_family("backward-twice", driver="backward twice"),
     *_family("recompute", driver="recompute", argument="early stop"),
     *_family("recompute-without-early-stop", driver="recompute", argument="no early stop"),
     *_family(
@@ -118,6 +122,7 @@ _TICKETS = [
         tokens={2: (0, 6), 4: (0, 5, 0, 3)},
     ),
     *_family("changing-tokens-20-steps", driver="steps", argument="20"),
+    *_family("one-expert-per-rank-30-steps", (2,), num_experts=2, driver="steps", argument="30"),
     *_family("poisoned-memory-3-steps", driver="steps", argument="3", routing="holes", dtype="bfloat16"),
 ]  # fmt: skip
 _FAULTS = [

@@ -170,6 +170,13 @@ def _holes(case: Case, num_tokens: int, rank: int, gen: torch.Generator) -> Tens
     return _uniform(case, num_tokens, rank, gen).masked_fill(hole, -1)
 
 
+def _padding(case: Case, num_tokens: int, rank: int, gen: torch.Generator) -> Tensor:
+    """The last quarter of the tokens is padding: no route at all."""
+    ids = _uniform(case, num_tokens, rank, gen)
+    ids[num_tokens - num_tokens // 4 :] = -1
+    return ids
+
+
 def _no_routes(case: Case, num_tokens: int, rank: int, gen: torch.Generator) -> Tensor:
     return torch.full((num_tokens, case.top_k), -1)
 
@@ -201,6 +208,7 @@ ROUTINGS: dict[str, Callable[[Case, int, int, torch.Generator], Tensor]] = {
     "one_expert": _one_expert,
     "local_and_remote": _local_and_remote,
     "holes": _holes,
+    "padding": _padding,
     "no_routes": _no_routes,
     "no_routes_on_last_rank": _no_routes_on_last_rank,
     "duplicates": _duplicates,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -115,6 +116,38 @@ def drive_abandoned(bench: Bench) -> None:
         bench.report.problems.append(f"{lanes.num_lanes - lanes.num_free} of {lanes.num_lanes} lanes never came back")
 
 
+def drive_backward_twice(bench: Bench) -> None:
+    """Two backward passes over one graph give twice the gradients; halving them is exact."""
+    batch = bench.micro_batch(0).forward()
+    batch.y.backward(batch.gradient(), retain_graph=True)
+    batch.backward()
+    for leaf in (batch.x, batch.weights, *batch.params):
+        if leaf.grad is not None:
+            leaf.grad /= 2
+    batch.record()
+
+
+def drive_memory(bench: Bench) -> None:
+    """After backward nothing holds a micro-batch's tensors: neither its finished ticket nor the dispatcher."""
+    batch = bench.micro_batch(0)
+    batch.preprocess()
+    batch.dispatch()
+    inp = batch.receive()
+    batch.compute(inp)
+    batch.combine()
+    batch.finish()
+    ticket = batch.ticket
+    names = ("x", "weights", "ids", "source", "y")
+    refs = [weakref.ref(t) for t in (batch.x, batch.weights, batch.ids, inp.source, batch.y)]
+    batch.backward()
+    batch.record()
+    del batch, inp
+    held = [name for name, ref in zip(names, refs, strict=True) if ref() is not None]
+    if held:
+        bench.report.problems.append(f"{', '.join(held)} outlived the micro-batch (ticket: {ticket.stage.label})")
+    bench.micro_batch(1).run()
+
+
 def run_case(
     group: dist.ProcessGroup, rank: int, name: str, case: Case, device: str, modules: Sequence[str] = ()
 ) -> Report:
@@ -141,6 +174,8 @@ DRIVERS: dict[str, Callable[[Bench], None]] = {
     "source": drive_source,
     "recompute": drive_recompute,
     "abandoned": drive_abandoned,
+    "backward twice": drive_backward_twice,
+    "memory": drive_memory,
     "protocol": drive_protocol,
     "fault": drive_fault,
 }

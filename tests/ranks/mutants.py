@@ -279,6 +279,13 @@ class KeepsTicketsForEver(All2All):
         super()._dispatch(ticket)
 
 
+@mutant("tensors-are-freed/R2", "x outlived the micro-batch")
+class KeepsTheLastInput(All2All):
+    def _dispatch_preprocess(self, ticket: Ticket, x_TH: Tensor, routing: Routing) -> None:
+        super()._dispatch_preprocess(ticket, x_TH, routing)
+        self.last = x_TH
+
+
 @mutant("stage-out-of-order/R2", "combine where dispatch was due was not refused")
 class LetsAStageBeCalledEarly(All2All):
     def combine(self, ticket: Ticket) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Iterator
 
@@ -46,6 +47,42 @@ def test_a_dispatcher_that_runs_where_a_refusal_is_expected_is_found(pool: RankP
     assert contract.find_problems(pool, "all2all", case, refusal="any text") == [
         "rank 0: the refusal is None, expected 'any text' in it"
     ]
+
+
+def random_case(seed: int) -> contract.Case:
+    """Sizes, routing, layouts and the order of up to four micro-batches, drawn by the seed."""
+    draw = random.Random(seed)
+    num_ranks = draw.choice([1, 2, 4])
+    num_experts = num_ranks * draw.randint(1, 4)
+    routing = draw.choice(["uniform", "skewed", "holes", "duplicates", "no_routes_on_last_rank"])
+    batches = draw.randint(1, 4)
+    left = {index: list("pdecf") for index in range(batches)}
+    steps = []
+    while any(left.values()):
+        index = draw.choice([index for index, stages in left.items() if stages])
+        steps.append(f"{left[index].pop(0)}{index}")
+    backward = " ".join(map(str, draw.sample(range(batches), batches)))
+    return contract.Case(
+        name=f"random-{seed}/R{num_ranks}",
+        num_ranks=num_ranks,
+        num_experts=num_experts,
+        top_k=draw.randint(1, min(num_experts, 5)),
+        tokens=tuple(draw.choice([0, 1, 3, 6, 9]) for _ in range(num_ranks)),
+        hidden=draw.randint(1, 9),
+        routing=routing,
+        dtype=draw.choice(["float32", "bfloat16"]),
+        x_layout=draw.choice(["plain", "transposed", "slice"]),
+        dy_layout=draw.choice(["plain", "transposed", "expanded"]),
+        driver="schedule",
+        argument=f"{' '.join(steps)} | {draw.choice(['joint', backward])}",
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("name", ["all2all", "agrs"])
+def test_random_shapes_and_orders(pool: RankPool, name: str, seed: int) -> None:
+    contract.check(pool, name, random_case(seed))
 
 
 def count_forwards_alone(group: dist.ProcessGroup, rank: int, name: str) -> int:
