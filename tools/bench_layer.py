@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ep.config import MoEConfig
+from moe_ep.dispatch import build_dispatcher
 from moe_ep.layer import MoELayer
 from moe_ep.losses import RouterAux
 from moe_ep.permute import ExpertInput
@@ -47,7 +48,14 @@ class BenchLayer:
             hidden_size=shape.H, expert_intermediate_size=shape.I, num_experts=shape.E, top_k=shape.K,
             dtype=dtype_name(setting.dtype), max_tokens=shape.T, dispatcher=name, experts=experts, aux_loss="none",
         )  # fmt: skip
-        self.module = MoELayer(config, place.group).to(place.device)
+        build_dispatcher(config.dispatch(), place.group)  # which the layer then shares
+        with torch.device("meta"):  # a model's own initial values are drawn on the CPU, which takes minutes here
+            module = MoELayer(config, place.group)
+        self.module = module.to_empty(device=place.device)
+        generator = torch.Generator(place.device).manual_seed(setting.workload.seed * 4096 + place.rank)
+        with torch.no_grad():
+            for parameter in self.module.parameters():
+                parameter.normal_(0, config.init_std, generator=generator)
         self.router = ScriptedRouter(self.module.router)
         self.module.router = self.router  # type: ignore[assignment]
         self.inputs: list[ExpertInput] = []

@@ -17,12 +17,12 @@ def test_a_region_is_timed_from_its_own_begin() -> None:
     watch.begin()
     time.sleep(0.02)
     watch.mark("first")
-    time.sleep(0.03)
+    time.sleep(0.05)
     watch.begin()
     watch.mark("second")
     found = watch.take()
     assert list(found) == ["first", "second"]
-    assert found["first"] >= 20_000 and found["second"] < 10_000
+    assert found["first"] >= 20_000 and found["second"] < 50_000
     assert watch.take() == {}
 
 
