@@ -14,7 +14,8 @@ from recipes.corpus import Corpus, load_corpus
 from recipes.data import TrainData, ValidData, encode
 from recipes.model import Decoder
 from recipes.optim import ShardedAdamW, owned_parameters
-from recipes.parallel import Ranks, expert_names, recompute, same_everywhere, shard
+from recipes.parallel import expert_names, recompute, shard
+from recipes.ranks import Ranks, same_everywhere
 from recipes.recipe import SECTIONS, Recipe
 from recipes.train_loop import Trainer, samples_per_step
 

@@ -29,7 +29,8 @@ from torch.distributed.tensor import DTensor
 
 from moe_ep.errors import CheckpointError
 from recipes.optim import OwnedParameter, ShardedAdamW
-from recipes.parallel import Ranks, expert_names
+from recipes.parallel import expert_names
+from recipes.ranks import Ranks
 
 FORMAT = 1
 META = "meta.json"

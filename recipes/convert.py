@@ -20,10 +20,11 @@ if __name__ == "__main__":  # runs from a clone, installed or not
 import torch
 
 from moe_ep.errors import CheckpointError, RecipeError
-from recipes import checkpoint, parallel
+from recipes import checkpoint
 from recipes.build import build, resume
 from recipes.hf import check_exportable, export_hf, import_hf
 from recipes.program import REFUSED, report, say
+from recipes.ranks import Launch, Ranks, mark_agreed, start
 from recipes.recipe import Recipe, check_world, load_recipe
 from recipes.session import Session
 from recipes.train_loop import save
@@ -33,7 +34,7 @@ USAGE = "usage: [torchrun ...] recipes/convert.py import|export RECIPE.toml FOLD
 
 def main(arguments: list[str]) -> int:
     """Run one rank; returns its exit code."""
-    launch = parallel.Launch.from_env()
+    launch = Launch.from_env()
     if len(arguments) < 3 or arguments[0] not in ("import", "export"):
         say(launch.rank, USAGE)
         return REFUSED
@@ -41,7 +42,7 @@ def main(arguments: list[str]) -> int:
         recipe = load_recipe(arguments[1], arguments[3:])
         check_world(recipe, launch.world_size)
         check_exportable(recipe.moe_config())
-        ranks = parallel.start(recipe.parallel.backend, recipe.parallel.ep_size, recipe.train.timeout_s, recipe.source)
+        ranks = start(recipe.parallel.backend, recipe.parallel.ep_size, recipe.train.timeout_s, recipe.source)
     except RecipeError as err:
         say(launch.rank, f"refused: {err}")
         return REFUSED
@@ -55,7 +56,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def import_run(recipe: Recipe, ranks: parallel.Ranks, folder: Path) -> str:
+def import_run(recipe: Recipe, ranks: Ranks, folder: Path) -> str:
     """Weights of `folder` as step 0 of the run; a collective that returns a sentence for the log.
 
     Raises:
@@ -78,7 +79,7 @@ def _refuse_old(checkpoints: Path) -> None:
         raise CheckpointError(f"import would hide {old}; choose another run.name or remove the run's checkpoints")
 
 
-def export_run(recipe: Recipe, ranks: parallel.Ranks, folder: Path) -> str:
+def export_run(recipe: Recipe, ranks: Ranks, folder: Path) -> str:
     """The run's checkpoint as a folder of transformers; a collective that returns a sentence for the log.
 
     Raises:
@@ -87,7 +88,7 @@ def export_run(recipe: Recipe, ranks: parallel.Ranks, folder: Path) -> str:
     trainer = build(recipe, ranks)
     how = resume(trainer)
     if trainer.saved_step < 0 and trainer.step == 0:
-        raise parallel.mark_agreed(CheckpointError(f"{recipe.folder} has no checkpoint to export; train it first"))
+        raise mark_agreed(CheckpointError(f"{recipe.folder} has no checkpoint to export; train it first"))
     positions = recipe.train.sequence_length
     writer = ranks.rank < ranks.ep_size  # the other ranks hold copies of these ranks' experts
     ranks.together(lambda: export_hf(trainer.model, folder, max_positions=positions, writer=writer))

@@ -15,7 +15,7 @@ import time
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from recipes.parallel import Ranks
+from recipes.ranks import Ranks
 
 _LOST = re.compile(
     r"gloo|connection (closed|reset|refused)|timed out|timeout|broken pipe|nccl (error|communicator)|"

@@ -1,4 +1,4 @@
-"""Ranks, devices and sharding: the process group, the (dp, ep) mesh, FSDP2, recompute, and how ranks agree on an error.
+"""Sharding and recompute: FSDP2 over the mesh, and activation checkpoints that replay the routing.
 
 A loss here is a sum divided by the global number of tokens, so a gradient is a plain sum over ranks everywhere.
 Experts are sharded over `dp` only: the dispatcher's backward already sums over the tokens of all `ep` ranks.
@@ -8,179 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from moe_ep.config import require
-from moe_ep.errors import MoEError, PeerError, RecipeError
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """What the launcher says about this process (one rank where it was started without torchrun)."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-
-    @classmethod
-    def from_env(cls) -> Launch:
-        """Read torchrun's variables."""
-        names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-        return cls(*(int(os.environ.get(name, default)) for name, default in names.items()))
-
-
-@dataclass(frozen=True, slots=True)
-class Ranks:
-    """The running job. `mesh` (dp, ep) and `world` are None for one rank, which needs no process group.
-
-    Rank r is number r % ep_size of its expert-parallel group and number r // ep_size of its data-parallel group.
-    """
-
-    rank: int
-    world_size: int
-    ep_size: int
-    device: torch.device
-    mesh: DeviceMesh | None = None
-    world: DeviceMesh | None = None
-
-    @property
-    def dp_size(self) -> int:
-        """How many ranks hold the same experts."""
-        return self.world_size // self.ep_size
-
-    @property
-    def ep_rank(self) -> int:
-        """Which experts this rank holds: [ep_rank * L, (ep_rank + 1) * L)."""
-        return self.rank % self.ep_size
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """All ranks."""
-        return None if self.world is None else self.world.get_group()
-
-    @property
-    def ep_group(self) -> dist.ProcessGroup | None:
-        """The ranks that share one set of experts; None where a rank holds all of them: no collective is needed."""
-        return None if self.mesh is None or self.ep_size == 1 else self.mesh.get_group("ep")
-
-    def all_sum(self, tensor: Tensor) -> Tensor:
-        """Sum in place over all ranks."""
-        if self.group is not None:
-            dist.all_reduce(tensor, group=self.group)
-        return tensor
-
-    def gather(self, value: Any) -> list[Any]:
-        """One picklable value of every rank, in rank order."""
-        if self.group is None:
-            return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
-
-    def agree(self, error: Exception | None) -> None:
-        """Raise the first rank's error on every rank, or nothing where no rank has one; a collective.
-
-        Raises:
-            MoEError: of the failing rank's own class, PeerError for other classes. `agreed` is set on it, so that
-                only one rank needs to print it.
-        """
-        kind = type(error) if isinstance(error, MoEError) else None
-        texts = self.gather(None if error is None else (kind, f"{type(error).__name__}: {error}", str(error)))
-        failures = [(rank, *text) for rank, text in enumerate(texts) if text is not None]
-        if not failures:
-            return
-        rank, cls, named, text = failures[0]
-        raise mark_agreed(PeerError(f"rank {rank}: {named}") if cls is None else cls(text)) from error
-
-    def together(self, act: Callable[[], Any]) -> Any:
-        """`act()`; an exception on any rank is raised on all of them (see `agree`)."""
-        result, error = None, None
-        try:
-            result = act()
-        except (MoEError, OSError, ValueError, RuntimeError) as err:
-            error = err
-        self.agree(error)
-        return result
-
-
-def mark_agreed(error: Exception) -> Exception:
-    """Say that every rank raises this very error."""
-    error.agreed = True  # type: ignore[attr-defined]
-    return error
-
-
-def start(backend: Literal["auto", "gloo", "nccl"], ep_size: int, timeout_s: float, source: str) -> Ranks:
-    """Choose the device, then start the process group and the mesh.
-
-    Args:
-        backend: of the recipe's [parallel].
-        ep_size: must divide the world size.
-        timeout_s: bound of every collective, seconds.
-        source: names the recipe in messages.
-
-    Raises:
-        RecipeError: "nccl" on a machine without a GPU for each of its ranks.
-    """
-    launch = Launch.from_env()
-    device = choose_device(backend, launch, source)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # before any group exists, or NCCL guesses a device
-    if launch.world_size == 1:
-        return Ranks(0, 1, ep_size, device)
-    cuda = device.type == "cuda"
-    dist.init_process_group(
-        "nccl" if cuda else "gloo",
-        timeout=timedelta(seconds=timeout_s),
-        device_id=device if cuda else None,
-    )
-    return over_process_group(ep_size, device)
-
-
-def over_process_group(ep_size: int, device: torch.device) -> Ranks:
-    """The mesh over all ranks of the default process group, which must exist; a collective."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    shape = (world_size // ep_size, ep_size)
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "ep"))
-    world = init_device_mesh(device.type, (world_size,), mesh_dim_names=("world",))
-    return Ranks(rank, world_size, ep_size, device, mesh, world)
-
-
-def choose_device(backend: str, launch: Launch, source: str) -> torch.device:
-    """The device of this rank: LOCAL_RANK's GPU, or the CPU."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    enough = gpus >= launch.local_world_size
-    require(
-        backend != "nccl" or enough,
-        f"{source} [parallel]: backend = 'nccl' needs a GPU for each of the {launch.local_world_size} rank(s) of this "
-        f"machine, which has {gpus}; use 'gloo' for the CPU or 'auto'",
-    )
-    return torch.device("cuda", launch.local_rank) if enough and backend != "gloo" else torch.device("cpu")
-
-
-def same_everywhere(ranks: Ranks, values: dict[str, Any], source: str) -> None:
-    """Compare a flat table over all ranks; a collective.
-
-    Raises:
-        RecipeError: on every rank, naming the first key that differs and both values.
-    """
-    for rank, theirs in enumerate(tables := ranks.gather(values)):
-        for key in sorted(tables[0].keys() | theirs.keys()):
-            ours, other = tables[0].get(key), theirs.get(key)
-            if ours != other:
-                text = f"{source}: {key} is {ours!r} on rank 0 and {other!r} on rank {rank}; start all ranks alike"
-                raise mark_agreed(RecipeError(text))
+from recipes.ranks import Ranks
 
 
 def expert_names(model: nn.Module) -> set[str]:

@@ -6,9 +6,9 @@ import sys
 import traceback
 
 from moe_ep.errors import MoEError, PeerError, RecipeError, Unavailable
-from recipes import parallel
 from recipes.corpus import CorpusError
 from recipes.lost_peer import is_lost_peer, watch_peers
+from recipes.ranks import Launch, start
 from recipes.recipe import check_world, load_recipe
 from recipes.session import Session
 
@@ -18,7 +18,7 @@ FAILED, REFUSED, PEER_LOST = 1, 2, 3
 
 def main(arguments: list[str]) -> int:
     """Run one rank; returns its exit code."""
-    launch = parallel.Launch.from_env()
+    launch = Launch.from_env()
     if not arguments or arguments[0].startswith("-"):
         say(launch.rank, USAGE)
         return REFUSED
@@ -26,7 +26,7 @@ def main(arguments: list[str]) -> int:
         recipe = load_recipe(arguments[0], arguments[1:])
         check_world(recipe, launch.world_size)
         backend, timeout_s = recipe.parallel.backend, recipe.train.timeout_s
-        ranks = parallel.start(backend, recipe.parallel.ep_size, timeout_s, recipe.source)
+        ranks = start(backend, recipe.parallel.ep_size, timeout_s, recipe.source)
     except RecipeError as err:
         say(launch.rank, f"refused: {err}")
         return REFUSED

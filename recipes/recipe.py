@@ -12,161 +12,22 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from moe_ep.config import AuxLevel, Kernels, MoEConfig, RouterName, Weighting, from_mapping, nearest, require
+from moe_ep.config import MoEConfig, from_mapping, nearest, require
 from moe_ep.errors import RecipeError
 from recipes.data import VOCAB_SIZE
 from recipes.model import ModelConfig
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunSection:
-    """`dir`/`name` is the run's folder; a relative `dir` starts at the working directory."""
-
-    name: str
-    dir: str = "runs"
-
-    def __post_init__(self) -> None:
-        require(
-            self.name not in ("", ".", "..") and not set(self.name) & set("/\\"),
-            f"name = {self.name!r} must be one folder name, without a slash",
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MoESection:
-    """How tokens are routed and how they travel; see `moe_ep.config.MoEConfig`."""
-
-    dispatcher: str = "all2all"
-    experts: str = "torch"
-    weighting: Weighting = "output"
-    router: RouterName = "softmax"
-    normalize_weights: bool = True
-    routed_scale: float = 1.0
-    num_groups: int = 0
-    aux_loss: AuxLevel = "batch"
-    aux_loss_coef: float = 0.0
-    z_loss_coef: float = 0.0
-    bias_update_rate: float = 0.0
-    force_balance: bool = False
-    kernels: Kernels = "auto"
-    capacity_factor: float | None = None
-    num_sms: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaSection:
-    """Copies of hot experts: not part of this version, so only 0 slots are accepted."""
-
-    slots: int = 0
-
-    def __post_init__(self) -> None:
-        require(self.slots == 0, f"slots = {self.slots} is not available: this version has no expert replicas; use 0")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParallelSection:
-    """`ep_size` ranks share a set of experts. backend: "gloo" is the CPU, "nccl" CUDA, "auto" CUDA where it is."""
-
-    ep_size: int = 1
-    backend: Literal["auto", "gloo", "nccl"] = "auto"
-
-    def __post_init__(self) -> None:
-        require(self.ep_size >= 1, f"ep_size must be at least 1, got {self.ep_size}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainSection:
-    """One optimizer step sees world size x gradient_accumulation x micro_batch_size sequences.
-
-    The rate rises linearly over `warmup_steps` to `lr`, then falls along a cosine to `min_lr` at `steps`. `timeout_s`
-    bounds every wait for another rank, in seconds.
-    """
-
-    steps: int
-    micro_batch_size: int
-    sequence_length: int
-    gradient_accumulation: int = 1
-    intra_layer_micro_batch: int = 1
-    lr: float = 3e-4
-    warmup_steps: int = 0
-    min_lr: float = 0.0
-    weight_decay: float = 0.1
-    clip_norm: float = 1.0
-    seed: int = 0
-    recompute: Literal["none", "moe", "layer"] = "none"
-    timeout_s: float = 60.0
-    deterministic: bool = False
-
-    def __post_init__(self) -> None:
-        counts = ("steps", "micro_batch_size", "sequence_length", "gradient_accumulation", "intra_layer_micro_batch")
-        for name in counts:
-            require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("warmup_steps", "weight_decay", "min_lr"):
-            require(getattr(self, name) >= 0, f"{name} must not be negative, got {getattr(self, name)}")
-        for name in ("lr", "clip_norm", "timeout_s"):
-            require(getattr(self, name) > 0, f"{name} must be above 0, got {getattr(self, name)}")
-        require(0 <= self.seed < 2**63, f"seed must lie in [0, 2^63), got {self.seed}")
-        self._check_micro_batches()
-
-    def _check_micro_batches(self) -> None:
-        grouped, accumulated = self.intra_layer_micro_batch, self.gradient_accumulation
-        require(
-            accumulated % grouped == 0,
-            f"intra_layer_micro_batch = {grouped} must divide gradient_accumulation = {accumulated}",
-        )
-        require(
-            grouped == 1,
-            f"intra_layer_micro_batch = {grouped} is not available: this version interleaves no micro-batches; use 1",
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataSection:
-    """`path`: a folder or file of text; unset: the sources of Python's standard library. Held out: `valid_fraction`."""
-
-    path: str | None = None
-    valid_fraction: float = 0.01
-
-    def __post_init__(self) -> None:
-        require(0 < self.valid_fraction < 1, f"valid_fraction must lie inside (0, 1), got {self.valid_fraction}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointSection:
-    """Save every `every` steps (0: only at the end and on SIGTERM) and keep the newest `keep` checkpoints.
-
-    resume: "auto" takes the newest checkpoint of the run's folder, "never" starts anew, a path names a checkpoint.
-    """
-
-    every: int = 0
-    keep: int = 2
-    resume: str = "auto"
-
-    def __post_init__(self) -> None:
-        require(self.every >= 0, f"every must not be negative, got {self.every}")
-        require(self.keep >= 1, f"keep must be at least 1, got {self.keep}")
-        require(self.resume != "", "resume = '' must be 'auto', 'never' or a path")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MetricsSection:
-    """Log every `every` steps, validate every `valid_every` (0: only at the end), trace steps a..b (`trace_steps`)."""
-
-    every: int = 10
-    valid_every: int = 0
-    trace_steps: tuple[int, ...] | None = None
-
-    def __post_init__(self) -> None:
-        require(self.every >= 1, f"every must be at least 1, got {self.every}")
-        require(self.valid_every >= 0, f"valid_every must not be negative, got {self.valid_every}")
-        steps = self.trace_steps
-        integers = steps is None or all(type(step) is int for step in steps)
-        require(
-            steps is None or (integers and len(steps) == 2 and 1 <= steps[0] <= steps[1]),
-            f"trace_steps = {list(steps or ())} must be two step numbers [first, last], 1 <= first <= last",
-        )
+from recipes.sections import (
+    CheckpointSection,
+    DataSection,
+    MetricsSection,
+    MoESection,
+    ParallelSection,
+    ReplicaSection,
+    RunSection,
+    TrainSection,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from recipes import plots
 from recipes.build import build, resume
 from recipes.generate import generate
 from recipes.metrics import MetricsFile, Row, console_line
-from recipes.parallel import Ranks
+from recipes.ranks import Ranks
 from recipes.recipe import Recipe, to_toml
 from recipes.train_loop import Trainer, save, train_step, validate, with_validation
 

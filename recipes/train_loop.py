@@ -25,7 +25,8 @@ from recipes.data import Batch, TrainData, ValidData
 from recipes.metrics import Row, StepSums, Tally, flops_per_token, load_fields, peak_mib, peak_tflops
 from recipes.model import Decoder, loss_sum
 from recipes.optim import ShardedAdamW, clip_, global_norm, learning_rate
-from recipes.parallel import Ranks, mark_agreed, set_last_micro_batch
+from recipes.parallel import set_last_micro_batch
+from recipes.ranks import Ranks, mark_agreed
 from recipes.recipe import Recipe
 
 

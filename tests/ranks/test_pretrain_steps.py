@@ -17,7 +17,8 @@ from moe_ep.testing.ranks import RankPool
 from recipes import checkpoint
 from recipes.build import build
 from recipes.optim import global_norm
-from recipes.parallel import Ranks, expert_names, over_process_group, same_everywhere
+from recipes.parallel import expert_names
+from recipes.ranks import Ranks, over_process_group, same_everywhere
 from recipes.recipe import load_recipe
 from recipes.train_loop import Trainer, fetch, forward_backward, save, train_step, validate
 from tests.ranks.small_recipe import write
