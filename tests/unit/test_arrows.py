@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import pytest
 
+from moe_ep.dispatch import registry
+
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE_FOLDERS = ("moe_ep", "kernels", "recipes", "tools")
 FOLDERS = {
@@ -177,6 +179,12 @@ def test_no_forbidden_arrow_exists() -> None:
     sources = own_sources()
     assert "moe_ep/config.py" in sources
     assert violations(sources) == []
+
+
+def test_every_built_in_dispatcher_is_among_the_siblings() -> None:
+    modules = {f"moe_ep.dispatch{place}" for place in registry._BUILT_IN.values()}
+    assert modules
+    assert modules <= DISPATCHERS
 
 
 def test_folders_are_the_agreed_ones() -> None:
