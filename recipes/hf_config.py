@@ -95,7 +95,11 @@ def _rope_theta(values: dict[str, Any], path: Path) -> float:
 
 
 def config_to_hf(config: ModelConfig, moe: MoEConfig, max_positions: int, dtype: torch.dtype) -> dict[str, Any]:
-    """`config.json`; `num_experts` and `rope_theta` in the places that transformers 4 knows and 5 converts."""
+    """`config.json`; `num_experts` and `rope_theta` in the places that transformers 4 knows and 5 converts.
+
+    No `router_aux_loss_coef`: transformers pools the layers before it takes its loss, which is K times ours besides, so
+    no number of theirs means the same as ours.
+    """
     sizes = {theirs[0]: getattr(config, ours) for ours, theirs in _SIZES.items()}
     # transformers builds no dense layer from it, but it wants a size
     sizes["intermediate_size"] = config.intermediate_size or config.expert_intermediate_size
@@ -112,6 +116,5 @@ def config_to_hf(config: ModelConfig, moe: MoEConfig, max_positions: int, dtype:
         "tie_word_embeddings": config.tie_embeddings,
         "max_position_embeddings": max_positions,
         "initializer_range": config.init_std,
-        "router_aux_loss_coef": moe.aux_loss_coef,
         "dtype": str(dtype).removeprefix("torch."),
     }
