@@ -31,8 +31,9 @@ class Settings:
 
 
 def serve(rank: int, settings: Settings, pipe: Connection) -> None:
-    """Answer calls until the parent says stop or dies. Signal SIGUSR1 writes every thread's stack to a file."""
+    """Answer calls until the parent says stop or dies; SIGUSR1 and crashes write every thread's stack to a file."""
     with open(Path(settings.folder, f"stack{rank}"), "w") as stack:
+        faulthandler.enable(file=stack, all_threads=True)  # what a crash has to say, too
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
         try:

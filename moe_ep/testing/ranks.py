@@ -165,16 +165,18 @@ class RankPool:
             return pickle.loads(pipe.recv_bytes())
         except (EOFError, ConnectionResetError):
             self._ranks[rank].join(_STACK_WAIT_S)
-            return False, f"died with exit code {self._ranks[rank].exitcode}"
+            return False, f"died with exit code {self._ranks[rank].exitcode}\n{self._stack(rank)}"
 
     def _stacks(self, late: Sequence[int]) -> dict[int, str]:
         for rank in late:
             if self._ranks[rank].is_alive():
                 os.kill(self._ranks[rank].pid, signal.SIGUSR1)
         time.sleep(_STACK_WAIT_S)
-        files = {rank: Path(self._folder, f"stack{rank}") for rank in late}
-        texts = {rank: file.read_text() if file.exists() else "" for rank, file in files.items()}
-        return {rank: f"still running, its stack:\n{text or '(none written)'}" for rank, text in texts.items()}
+        return {rank: f"still running, its stack:\n{self._stack(rank) or '(none written)'}" for rank in late}
+
+    def _stack(self, rank: int) -> str:
+        file = Path(self._folder, f"stack{rank}")
+        return file.read_text() if file.exists() else ""
 
     def _fail(self, title: str, failures: dict[int, str]) -> None:
         self._reap(0.0)
