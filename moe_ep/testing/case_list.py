@@ -139,11 +139,25 @@ _CONFIG = [
     *_family("num-sms", (1, 2), config=(("num_sms", 8),)),
     *_family("unknown-option", (1, 2), config=(("options", (("no_such_key", 1),)),)),
 ]
-# the grouped router's promise is part of the configuration: R groups, column j on rank j
+
+
+def _grouped(name: str, **fields: Any) -> list[Case]:
+    """The grouped router's promise, R groups with column j on rank j, is part of the configuration."""
+    return [
+        case
+        for r in (1, 2, 4)
+        for case in _family(
+            name, (r,), routing="grouped", top_k=r, config=(("router", "grouped"), ("num_groups", r)), **fields
+        )
+    ]
+
+
 _GROUPED = [
-    *_family("grouped-static-rows", (2,), routing="grouped", config=(("router", "grouped"), ("num_groups", 2))),
-    *_family(
-        "grouped-static-rows", (4,), routing="grouped", top_k=4, config=(("router", "grouped"), ("num_groups", 4))
-    ),
+    *_grouped("grouped-static-rows"),
+    *_grouped("grouped-static-rows-bfloat16", dtype="bfloat16"),
+    *_grouped("grouped-static-rows-four-tickets", driver="schedule", argument=f"{FOUR} | joint"),
+    *_grouped("grouped-static-rows-some-empty", tokens={1: (0,), 2: (0, 6), 4: (0, 5, 0, 3)}),
+    *_grouped("grouped-static-rows-fault", driver="fault", argument="bad_id"),
+    *_grouped("grouped-static-rows-non-finite", driver="fault", argument="non_finite"),
 ]
 CASES: tuple[Case, ...] = (*_ROUTING, *_VALUES, *_TICKETS, *_FAULTS, *_GROUPED, *_CONFIG)
