@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import torch
 
@@ -16,15 +15,8 @@ from recipes.model import Decoder
 from recipes.optim import ShardedAdamW, owned_parameters
 from recipes.parallel import expert_names, recompute, shard
 from recipes.ranks import Ranks, same_everywhere
-from recipes.recipe import SECTIONS, Recipe
+from recipes.recipe import Recipe
 from recipes.train_loop import Trainer, samples_per_step
-
-
-def flatten(recipe: Recipe) -> dict[str, Any]:
-    """`section.key` -> value."""
-    return {
-        f"{name}.{key}": value for name in SECTIONS for key, value in dataclasses.asdict(getattr(recipe, name)).items()
-    }
 
 
 def build(recipe: Recipe, ranks: Ranks) -> Trainer:
@@ -33,8 +25,6 @@ def build(recipe: Recipe, ranks: Ranks) -> Trainer:
     Raises:
         MoEError: a corpus, a dispatcher or a sharding that cannot be, or ranks that disagree.
     """
-    facts = {**flatten(recipe), "torch version": torch.__version__, "device type": ranks.device.type}
-    same_everywhere(ranks, facts, recipe.source)
     corpus: Corpus = ranks.together(lambda: load_corpus(recipe.data.path, recipe.data.valid_fraction))
     same_everywhere(ranks, {"digest of the training text": corpus.info.sha256}, recipe.source)
     length = recipe.train.sequence_length

@@ -23,9 +23,9 @@ from moe_ep.errors import CheckpointError, RecipeError
 from recipes import checkpoint
 from recipes.build import build, resume
 from recipes.hf import check_exportable, export_hf, import_hf
-from recipes.program import REFUSED, report, say
-from recipes.ranks import Launch, Ranks, mark_agreed, start
-from recipes.recipe import Recipe, check_world, load_recipe
+from recipes.program import REFUSED, join, report, say
+from recipes.ranks import Launch, Ranks, mark_agreed
+from recipes.recipe import Recipe, load_recipe
 from recipes.session import Session
 from recipes.train_loop import save
 
@@ -40,9 +40,8 @@ def main(arguments: list[str]) -> int:
         return REFUSED
     try:
         recipe = load_recipe(arguments[1], arguments[3:])
-        check_world(recipe, launch.world_size)
         check_exportable(recipe.moe_config())
-        ranks = start(recipe.parallel.backend, recipe.parallel.ep_size, recipe.train.timeout_s, recipe.source)
+        ranks = join(recipe, launch)
     except RecipeError as err:
         say(launch.rank, f"refused: {err}")
         return REFUSED

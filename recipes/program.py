@@ -8,8 +8,8 @@ import traceback
 from moe_ep.errors import MoEError, PeerError, RecipeError, Unavailable
 from recipes.corpus import CorpusError
 from recipes.lost_peer import is_lost_peer, watch_peers
-from recipes.ranks import Launch, start
-from recipes.recipe import check_world, load_recipe
+from recipes.ranks import Launch, Ranks, start
+from recipes.recipe import Recipe, check_world, load_recipe
 from recipes.session import Session
 
 USAGE = "usage: [torchrun ...] recipes/pretrain.py RECIPE.toml [section.key=value ...]"
@@ -24,13 +24,13 @@ def main(arguments: list[str]) -> int:
         return REFUSED
     try:
         recipe = load_recipe(arguments[0], arguments[1:])
-        check_world(recipe, launch.world_size)
-        backend, timeout_s = recipe.parallel.backend, recipe.train.timeout_s
-        ranks = start(backend, recipe.parallel.ep_size, timeout_s, recipe.source)
-    except RecipeError as err:
+        ranks = join(recipe, launch)
+    except RecipeError as err:  # the same on every rank: only one says so
         say(launch.rank, f"refused: {err}")
         return REFUSED
-    watch_peers(ranks, timeout_s, PEER_LOST)
+    except Exception as err:
+        return report(err, launch.rank)
+    watch_peers(ranks, recipe.train.timeout_s, PEER_LOST)
     session = Session(recipe, ranks)
     try:
         session.run()
@@ -38,6 +38,17 @@ def main(arguments: list[str]) -> int:
         return report(err, ranks.rank)
     session.close()
     return 0
+
+
+def join(recipe: Recipe, launch: Launch) -> Ranks:
+    """Start this rank's part of the job.
+
+    Raises:
+        RecipeError: on every rank; a recipe that these ranks cannot run, or ranks with different recipes.
+    """
+    check_world(recipe, launch.world_size)
+    parallel, timeout_s = recipe.parallel, recipe.train.timeout_s
+    return start(parallel.backend, parallel.ep_size, timeout_s, recipe.flat(), recipe.source)
 
 
 def report(err: Exception, rank: int) -> int:

@@ -60,7 +60,7 @@ class Ranks:
     @property
     def group(self) -> dist.ProcessGroup | None:
         """All ranks."""
-        return None if self.world is None else self.world.get_group()
+        return None if self.world_size == 1 else dist.group.WORLD
 
     @property
     def ep_group(self) -> dist.ProcessGroup | None:
@@ -113,17 +113,20 @@ def mark_agreed(error: Exception) -> Exception:
     return error
 
 
-def start(backend: Literal["auto", "gloo", "nccl"], ep_size: int, timeout_s: float, source: str) -> Ranks:
+def start(
+    backend: Literal["auto", "gloo", "nccl"], ep_size: int, timeout_s: float, facts: dict[str, Any], source: str
+) -> Ranks:
     """Choose the device, then start the process group and the mesh.
 
     Args:
         backend: of the recipe's [parallel].
         ep_size: must divide the world size.
         timeout_s: bound of every collective, seconds.
+        facts: what must be equal on all ranks, compared before anything else depends on it.
         source: names the recipe in messages.
 
     Raises:
-        RecipeError: "nccl" on a machine without a GPU for each of its ranks.
+        RecipeError: "nccl" on a machine without a GPU for each of its ranks, or ranks that differ in `facts`.
     """
     launch = Launch.from_env()
     device = choose_device(backend, launch, source)
@@ -137,6 +140,8 @@ def start(backend: Literal["auto", "gloo", "nccl"], ep_size: int, timeout_s: flo
         timeout=timedelta(seconds=timeout_s),
         device_id=device if cuda else None,
     )
+    everybody = Ranks(launch.rank, launch.world_size, ep_size, device)
+    same_everywhere(everybody, {**facts, "device type": device.type, "torch": torch.__version__}, source)
     return over_process_group(ep_size, device)
 
 

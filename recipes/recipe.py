@@ -50,6 +50,11 @@ class Recipe:
         """The run's folder."""
         return Path(self.run.dir) / self.run.name
 
+    def flat(self) -> dict[str, Any]:
+        """`section.key` -> value."""
+        tables = {name: dataclasses.asdict(getattr(self, name)) for name in SECTIONS}
+        return {f"{name}.{key}": value for name, table in tables.items() for key, value in table.items()}
+
     @property
     def has_moe(self) -> bool:
         """Whether any layer of the model is a mixture of experts."""

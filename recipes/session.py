@@ -120,9 +120,9 @@ class Session:
         steps = self.recipe.metrics.trace_steps
         if steps is None:
             return
-        if number == steps[1] + 1:
+        if number > steps[1]:
             self._stop_trace()
-        elif number == steps[0]:
+        elif number >= steps[0] and self.profiler is None:  # a resumed run may start inside the window
             self.profiler = torch.profiler.profile()
             self.profiler.start()
 

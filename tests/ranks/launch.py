@@ -66,8 +66,8 @@ class Job:
             time.sleep(0.02)
 
 
-def start(world: int, arguments: list[str], folder: Path) -> Job:
-    """Start the program on `world` ranks in `folder`."""
+def start(world: int, arguments: list[str], folder: Path, last_rank_only: tuple[str, ...] = ()) -> Job:
+    """Start the program on `world` ranks in `folder`; the last rank may get further arguments."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "moe_ep.testing.rank_main", "recipes.program"])
     with socket.socket() as probe:
@@ -76,7 +76,8 @@ def start(world: int, arguments: list[str], folder: Path) -> Job:
     outputs = Path(tempfile.mkdtemp(prefix="out-", dir=folder))
     job = Job([], [outputs / f"rank{rank}.txt" for rank in range(world)])
     for rank in range(world):
-        call = (rank, world, port, arguments, str(folder), str(job.outputs[rank]))
+        extra = list(last_rank_only) if rank == world - 1 else []
+        call = (rank, world, port, arguments + extra, str(folder), str(job.outputs[rank]))
         process = context.Process(target=serve, args=call)
         process.start()
         job.processes.append(process)

@@ -173,6 +173,20 @@ def test_what_cannot_run_is_refused_once_with_2_before_any_training(tmp_path, wo
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("other", "part"),
+    [
+        ("parallel.ep_size=1", "parallel.ep_size is 2 on rank 0 and 1 on rank 1"),
+        ("model.hidden_size=32", "model.hidden_size is 16 on rank 0 and 32 on rank 1"),
+    ],
+)
+def test_ranks_with_different_recipes_are_refused_with_the_difference(tmp_path, other, part):
+    job = start(2, [str(write(tmp_path)), "parallel.ep_size=2"], tmp_path, last_rank_only=(other,))
+    assert job.wait(30) == [2, 2]
+    assert part in job.text()
+    assert len(job.text().strip().splitlines()) == 1
+
+
 def test_a_truncated_checkpoint_is_named_and_never_skips_what_is_whole(unbroken, tmp_path):
     folder, _ = unbroken
     recipe = str(write(tmp_path))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import resource
+import shutil
 from pathlib import Path
 
 import pytest
@@ -303,6 +304,30 @@ def test_a_full_disk_is_named_on_every_rank_and_the_checkpoint_before_stays(pool
         assert "step-00000001" in message
         assert left == ["step-00000001"]
         assert newest == "step-00000003"
+
+
+def test_what_a_kill_during_a_save_leaves_is_no_checkpoint_and_goes(folder):
+    trainer = make(folder, 1, "run.name=killed", world=1)
+    train_step(trainer)
+    save(trainer)
+    checkpoints = folder / "killed" / "checkpoints"
+    partial = checkpoints / ".partial-step-00000002"
+    shutil.copytree(checkpoints / "step-00000001", partial)
+    (partial / "meta.json").unlink()
+    assert checkpoint.find("auto", checkpoints) == checkpoints / "step-00000001"
+    train_step(trainer)
+    save(trainer)
+    assert sorted(p.name for p in checkpoints.iterdir()) == ["step-00000001", "step-00000002"]
+    with pytest.raises(CheckpointError, match="already has"):
+        checkpoint.find("never", checkpoints)
+
+
+def test_only_the_newest_checkpoints_are_kept(folder):
+    trainer = make(folder, 1, "run.name=kept", "checkpoint.keep=2", world=1)
+    for _ in range(4):
+        train_step(trainer)
+        save(trainer)
+    assert [step for step, _ in checkpoint.list_steps(folder / "kept" / "checkpoints")] == [3, 4]
 
 
 def refused_loads(group, rank, folder, path):
