@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .config import MoEConfig, nearest, require
+from .eager import eager
 from .errors import InputError, RecipeError, Unavailable
 from .grouped_mlp import grouped_swiglu
 from .initial import SHARED_EXPERT_ID, generator_for, normal_
@@ -56,6 +57,7 @@ class GroupedExperts(nn.Module):
             normal_(self.w_gate_up[local], self.config.init_std, generator)
             normal_(self.w_down[local], self.config.init_std, generator)
 
+    @eager
     def forward(self, inp: ExpertInput) -> Tensor:
         """Weighted expert outputs.
 

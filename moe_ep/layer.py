@@ -16,6 +16,7 @@ from .config import MoEConfig
 from .dispatch.agreement import agree
 from .dispatch.registry import build_dispatcher, refusal
 from .dispatch.ticket import Ticket
+from .eager import eager
 from .errors import InputError, MoEError, Unavailable
 from .experts import SharedExperts, build_experts
 from .load import rank_load
@@ -65,6 +66,9 @@ class MoELayer(nn.Module):
 
     All ranks of the group call forward (and backward) equally often, also with zero tokens.
 
+    Inside a compiled model (torch.compile) the layer runs eagerly between the graphs in front of it and behind it, so
+    changing routes recompile nothing; `fullgraph=True` cannot work around it. See `moe_ep.eager`.
+
     Raises:
         RecipeError: a configuration that can never work.
         Unavailable: a back end that cannot run here, with the reason and the way out.
@@ -108,6 +112,7 @@ class MoELayer(nn.Module):
         """The resolved dispatcher, as `print(model)` shows it."""
         return f"dispatcher={self.dispatcher.describe()}"
 
+    @eager
     def forward(self, x: Tensor, valid: Tensor | None = None, *, micro_batch: int = 0) -> tuple[Tensor, MoEAux]:
         """Run the layer on one micro-batch.
 
@@ -126,6 +131,7 @@ class MoELayer(nn.Module):
         y = self.resolve(flight)
         return (y if shared is None else y + shared), self.aux_of(flight)
 
+    @eager
     def launch_dispatch(self, x: Tensor, valid: Tensor | None = None, *, micro_batch: int = 0) -> LayerFlight:
         """Router, dispatch_preprocess, dispatch."""
         try:
@@ -148,6 +154,7 @@ class MoELayer(nn.Module):
         sequences = x.shape[0] if x.dim() == 3 else 1
         return x_TH, *self.router(x_TH, valid_T=valid_T, num_sequences=sequences)
 
+    @eager
     def launch_combine(self, flight: LayerFlight) -> None:
         """dispatch_postprocess, experts, combine_preprocess, combine."""
         expert_input = self.dispatcher.dispatch_postprocess(flight.ticket)
@@ -159,6 +166,7 @@ class MoELayer(nn.Module):
         """The shared experts' output [..., H], None where there are none."""
         return None if self.shared is None else self.shared(x.reshape(-1, x.shape[-1])).view(x.shape)
 
+    @eager
     def resolve(self, flight: LayerFlight) -> Tensor:
         """combine_postprocess: the routed experts' y [..., H]."""
         return self.dispatcher.combine_postprocess(flight.ticket).view(flight.x.shape)

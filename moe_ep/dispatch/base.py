@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..config import DispatchConfig
+from ..eager import eager
 from ..errors import InputError, MoEError, ProtocolError
 from ..faults import Fault, FaultRecord
 from ..permute import ExpertInput
@@ -88,6 +89,7 @@ class Dispatcher(ABC):
 
     # what a caller uses
 
+    @eager
     def dispatch_preprocess(self, x_TH: Tensor, routing: Routing, *, layer: int = 0, micro_batch: int = 0) -> Ticket:
         """Compute stream: x [T, H] and its routing to a ticket with layout, counts and the payload to send.
 
@@ -112,6 +114,7 @@ class Dispatcher(ABC):
         self._run(ticket, Stage.DISPATCH_PREPROCESS, lambda: self._dispatch_preprocess(ticket, x_TH, routing))
         return ticket
 
+    @eager
     def dispatch(self, ticket: Ticket) -> None:
         """Comm stream: launch the payload on its way to the experts' ranks.
 
@@ -122,11 +125,13 @@ class Dispatcher(ABC):
         self._enter(ticket, Stage.DISPATCH)
         self._run(ticket, Stage.DISPATCH, lambda: self._dispatch(ticket))
 
+    @eager
     def dispatch_postprocess(self, ticket: Ticket) -> ExpertInput:
         """Compute stream: wait for the rows; what the experts compute on."""
         self._enter(ticket, Stage.DISPATCH_POSTPROCESS)
         return self._run(ticket, Stage.DISPATCH_POSTPROCESS, lambda: self._dispatch_postprocess(ticket))
 
+    @eager
     def combine_preprocess(self, ticket: Ticket, y_NH: Tensor) -> None:
         """Compute stream: the experts' output [N, H], already weighted, to the payload to return."""
         self._enter(ticket, Stage.COMBINE_PREPROCESS)
@@ -138,11 +143,13 @@ class Dispatcher(ABC):
             )
         self._run(ticket, Stage.COMBINE_PREPROCESS, lambda: self._combine_preprocess(ticket, y_NH))
 
+    @eager
     def combine(self, ticket: Ticket) -> None:
         """Comm stream: launch the results on their way home."""
         self._enter(ticket, Stage.COMBINE)
         self._run(ticket, Stage.COMBINE, lambda: self._combine(ticket))
 
+    @eager
     def combine_postprocess(self, ticket: Ticket) -> Tensor:
         """Compute stream: wait; y [T, H] in x's dtype and token order. Releases the ticket."""
         self._enter(ticket, Stage.COMBINE_POSTPROCESS)
@@ -150,6 +157,7 @@ class Dispatcher(ABC):
         ticket.release()
         return y_TH
 
+    @eager
     def announce_failure(self, device: torch.device, *, layer: int = 0, micro_batch: int = 0) -> None:
         """Tell the other ranks, in place of `dispatch_preprocess`, that this rank fails before it; then raise.
 
