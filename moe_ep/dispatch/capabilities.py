@@ -87,8 +87,8 @@ def capability_reasons(caps: Capabilities, config: DispatchConfig, num_ranks: in
         (caps.routers is not None and config.router not in (caps.routers or ()),
          f"{name} needs router {' or '.join(caps.routers or ())}, got {config.router!r}"),
         (config.capacity_factor is not None and not caps.capacity,
-         f"{name} sizes its rows from counts that the host reads, so capacity_factor = {config.capacity_factor} "
-         "would have no effect; leave it unset"),
+         f"{name} never needs a capacity, so capacity_factor = {config.capacity_factor} would have no effect; "
+         "leave it unset"),
         (config.num_sms is not None and not caps.uses_num_sms,
          f"{name} launches no kernels of its own, so num_sms = {config.num_sms} would have no effect; leave it unset"),
         (bool(unknown), f"{name} knows no option {', '.join(map(repr, unknown))}; "
