@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -169,10 +170,11 @@ def own_sources() -> dict[str, str]:
 
 def stray_folders(root: Path) -> set[str]:
     """Folders of the repository outside the agreed layout; docs/ may have its own."""
-    folders = (path for path in root.rglob("*") if path.is_dir())
-    names = (path.relative_to(root).as_posix() for path in folders)
-    ours = (name for name in names if not any(part[0] == "." or part in NOT_OURS for part in name.split("/")))
-    return {name for name in ours if not name.startswith("docs/") and not name.endswith(".egg-info")} - FOLDERS
+    found = set()
+    for place, names, _ in os.walk(root):
+        names[:] = [n for n in names if not (n[0] == "." or n in NOT_OURS or n.endswith(".egg-info"))]
+        found |= {(Path(place) / name).relative_to(root).as_posix() for name in names}
+    return {name for name in found if not name.startswith("docs/")} - FOLDERS
 
 
 def test_no_forbidden_arrow_exists() -> None:
