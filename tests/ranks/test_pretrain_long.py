@@ -1,0 +1,92 @@
+"""Long runs of the program: curves over ranks and dispatchers, kills at random moments."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.ranks.launch import run, start
+from tests.ranks.small_recipe import write
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+TIMES = ("tokens_per_s", "tflops_per_rank", "step_s", "data_s", "peak_mib", "eta_s")
+LONG = ["train.steps=50", "checkpoint.every=0", "train.lr=6e-3", "train.warmup_steps=5"]
+BIAS = ["moe.router=sigmoid", "moe.bias_update_rate=0.01"]
+
+
+def rows(folder: Path, name: str) -> list[dict]:
+    lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory):
+    """The curve of one rank that sees the same global batches."""
+    folder = tmp_path_factory.mktemp("curves")
+    recipe = write(folder)
+    alone = ["parallel.ep_size=1", "train.gradient_accumulation=8", "run.name=alone"]
+    run(1, [str(recipe), *LONG, *alone], folder, 300)
+    return folder, [row["loss"] for row in rows(folder, "alone")]
+
+
+@pytest.mark.parametrize("ep_size", [1, 2, 4])
+@pytest.mark.parametrize("dispatcher", ["all2all", "agrs"])
+def test_fifty_steps_follow_the_curve_of_one_rank(one_rank, ep_size, dispatcher):
+    folder, expected = one_rank
+    name = f"{dispatcher}{ep_size}"
+    overrides = [f"moe.dispatcher={dispatcher}", f"parallel.ep_size={ep_size}", f"run.name={name}"]
+    job = run(4, [str(folder / "small.toml"), *LONG, *overrides], folder, 300)
+    found = rows(folder, name)
+    assert len(found) == len(expected) == 50
+    assert [row["loss"] for row in found] == pytest.approx(expected, abs=1e-3)
+    assert expected[0] - expected[-1] > 1
+    assert all((row["cross_rank_routes"] > 0) == (ep_size > 1) for row in found)
+    assert f"{4 // ep_size} experts a rank" in job.text(0)
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("unbroken")
+    run(4, [str(write(folder)), *BIAS, "train.steps=40", "checkpoint.every=5", "run.name=whole"], folder, 300)
+    return rows(folder, "whole")
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("moment", ["step", "save"])
+def test_killed_at_a_random_moment_the_next_rows_equal_an_unbroken_run(unbroken, tmp_path, moment, seed):
+    """Bit for bit on the same ranks, to 1e-5 on another number of ranks."""
+    recipe, chance = str(write(tmp_path)), random.Random(seed)
+    whole = [recipe, *BIAS, "train.steps=40", "checkpoint.every=5", "run.name=broken"]
+    job = start(4, whole, tmp_path)
+    job.wait_for(f"step {chance.randrange(6, 19):>2}/40")
+    if moment == "save":
+        wait_for_a_save(tmp_path / "runs/broken/checkpoints")
+    for process in job.processes:
+        process.kill()
+    for process in job.processes:
+        process.join()
+    for path in list(tmp_path.iterdir()):
+        if path.name in ("runs", "text", "small.toml"):
+            copy = tmp_path / "elsewhere" / path.name
+            copy.parent.mkdir(exist_ok=True)
+            (shutil.copytree if path.is_dir() else shutil.copy)(path, copy)
+    resumed = run(4, whole, tmp_path, 300)
+    assert "resumes at step" in resumed.text(0)
+    assert rows(tmp_path, "broken") == unbroken
+    run(2, [*whole, "parallel.ep_size=2", "train.gradient_accumulation=4"], tmp_path / "elsewhere", 300)
+    losses = [row["loss"] for row in rows(tmp_path / "elsewhere", "broken")]
+    assert losses == pytest.approx([row["loss"] for row in unbroken], abs=1e-5)
+
+
+def wait_for_a_save(folder: Path) -> None:
+    """Until a checkpoint is half written, or 20 s."""
+    end = time.monotonic() + 20
+    while time.monotonic() < end and not list(folder.glob(".partial-step-*")):
+        time.sleep(0.001)
+    assert time.monotonic() < end, "no save began"
