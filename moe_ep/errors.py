@@ -45,3 +45,14 @@ class PeerError(MoEError, RuntimeError):
 
 class CheckpointError(MoEError, RuntimeError):
     """A checkpoint that is missing, truncated, of another model, or cannot be written."""
+
+
+def lost_peer(what: str, err: Exception) -> PeerError:
+    """What to raise from the error of a collective: `what` names it, such as "dispatch of layer 3, micro-batch 0"."""
+    reason = str(err).splitlines()[0] if str(err) else type(err).__name__
+    if reason.startswith("[/"):  # gloo puts its own source line in front
+        reason = reason.partition("] ")[2] or reason
+    return PeerError(
+        f"{what}: communication with the other ranks failed ({reason}). A rank was lost, stopped, or did not make the "
+        "same call; look at the first error among all ranks"
+    )

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .errors import CapacityError, InputError, MoEError, NonFiniteError, PeerError
+from .errors import CapacityError, InputError, MoEError, NonFiniteError, PeerError, lost_peer
 from .routing import Routing, count_bad_ids
 
 
@@ -89,10 +89,14 @@ class FaultRecord:
 
         Raises:
             InputError, CapacityError, NonFiniteError: the worst fault of all ranks.
+            PeerError: another rank did not come within the group's timeout.
         """
         word = self.word.clone()
         if group is not None and group.size() > 1:
-            dist.all_reduce(word, op=dist.ReduceOp.MAX, group=group)
+            try:
+                dist.all_reduce(word, op=dist.ReduceOp.MAX, group=group)
+            except RuntimeError as err:
+                raise lost_peer("exchange of fault records", err) from err
         packed = int(word.item())
         if packed:
             self.word.zero_()

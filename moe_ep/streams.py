@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .errors import PeerError
+from .errors import lost_peer
 
 Launch = Callable[[], tuple[tuple[Tensor, ...], list[Any]]]
 
@@ -52,10 +52,7 @@ class InFlight:
             for work in self._works:
                 work.wait()
         except RuntimeError as err:
-            raise PeerError(
-                f"{self.what}: communication with the other ranks failed ({str(err).splitlines()[0]}). A rank was "
-                "lost, stopped, or did not make the same call; look at the first error among all ranks"
-            ) from err
+            raise lost_peer(self.what, err) from err
         results, self.results, self._works, self._keep = self.results, (), [], ()
         return results
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..errors import MoEError, PeerError
+from ..errors import MoEError, PeerError, lost_peer
 
 
 def agree(what: str, values: Mapping[str, Any], error: MoEError | None, group: dist.ProcessGroup | None) -> None:
@@ -20,12 +20,17 @@ def agree(what: str, values: Mapping[str, Any], error: MoEError | None, group: d
         group: None: one rank, no collective.
 
     Raises:
-        PeerError: the ranks differ (each difference named, the same message everywhere), or another rank has an error.
+        PeerError: the ranks differ (each difference named, the same message everywhere), another rank has an error, or
+            did not come within the group's timeout.
         MoEError: this rank's own error.
     """
     if group is not None and group.size() > 1:
         everybody: list[Any] = [None] * group.size()
-        dist.all_gather_object(everybody, (dict(values), None if error is None else str(error)), group=group)
+        mine = (dict(values), None if error is None else str(error))
+        try:
+            dist.all_gather_object(everybody, mine, group=group)
+        except RuntimeError as err:
+            raise lost_peer(f"agreement about {what}", err) from err
         differences = _differences([given for given, _ in everybody])
         if differences:
             raise PeerError(
