@@ -11,6 +11,7 @@ from moe_ep.recompute import recompute_context_fn
 from recipes import checkpoint
 from recipes.corpus import Corpus, load_corpus
 from recipes.data import TrainData, ValidData, encode
+from recipes.entries import Entries
 from recipes.model import Decoder
 from recipes.optim import ShardedAdamW, owned_parameters
 from recipes.parallel import expert_names, recompute, shard
@@ -35,7 +36,7 @@ def build(recipe: Recipe, ranks: Ranks) -> Trainer:
     model: Decoder = ranks.together(lambda: build_model(recipe, ranks))
     owned = owned_parameters(model.named_parameters(), expert_names(model), ranks.rank)
     optimizer = ShardedAdamW(owned, recipe.train.weight_decay)
-    entries = checkpoint.Entries(model, optimizer, ranks, recipe.model.num_experts)
+    entries = Entries(model, optimizer, ranks, recipe.model.num_experts)
     return Trainer(recipe, ranks, model, optimizer, train_data, valid_data, corpus.info, entries)
 
 

@@ -88,8 +88,11 @@ class Session:
         parameters = sum(p.numel() for p in trainer.model.parameters())
         experts = recipe.model.num_experts // ranks.ep_size if trainer.moe else 0
         for layer in trainer.moe[:1]:
-            how = f"experts {recipe.moe.experts}; router {recipe.moe.router}"
-            self.say(f"dispatcher {layer.dispatcher.describe()}; {how}")
+            moe = recipe.moe
+            self.say(
+                f"dispatcher {layer.dispatcher.describe()}; experts {moe.experts}; router {moe.router}; coefficients: "
+                f"{moe.aux_loss} balancing loss {moe.aux_loss_coef:g}, z-loss {moe.z_loss_coef:g}"
+            )
         self.say(
             f"{ranks.world_size} rank(s) on {ranks.device.type}: {ranks.dp_size} data parallel x {ranks.ep_size} "
             f"expert parallel, {experts} experts a rank, {parameters / 1e6:.2f} M parameters on rank 0"

@@ -16,16 +16,18 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from moe_ep.errors import NonFiniteError
+from moe_ep.consistency import differing_copies, listed
+from moe_ep.errors import CheckpointError, NonFiniteError
 from moe_ep.layer import MoELayer, moe_layers, total_aux_loss
 from moe_ep.router import SigmoidRouter
 from recipes import checkpoint
 from recipes.corpus import CorpusInfo
 from recipes.data import Batch, TrainData, ValidData
+from recipes.entries import Entries
 from recipes.metrics import Row, StepSums, Tally, flops_per_token, load_fields, peak_mib, peak_tflops
 from recipes.model import Decoder, loss_sum
 from recipes.optim import ShardedAdamW, clip_, global_norm, learning_rate
-from recipes.parallel import set_last_micro_batch
+from recipes.parallel import copies, set_last_micro_batch
 from recipes.ranks import Ranks, mark_agreed
 from recipes.recipe import Recipe
 
@@ -41,7 +43,7 @@ class Trainer:
     train_data: TrainData
     valid_data: ValidData
     corpus: CorpusInfo
-    entries: checkpoint.Entries
+    entries: Entries
     step: int = 0
     saved_step: int = -1
     recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=20))
@@ -193,10 +195,19 @@ def with_validation(trainer: Trainer, row: Row) -> Row:
 
 
 def save(trainer: Trainer) -> None:
-    """Write a checkpoint of the present step, unless that was done already; a collective."""
+    """Write a checkpoint of the present step, unless that was done already; a collective.
+
+    Raises:
+        CheckpointError: on every rank; see `checkpoint.save`, and nothing is written where copies of a value differ
+            from rank to rank, of which only one would be saved.
+    """
     if trainer.saved_step == trainer.step:
         return
     recipe = trainer.recipe
+    found = differing_copies(copies(trainer.model), trainer.ranks.group)
+    if found:
+        text = f"step {trainer.step} is not saved: copies differ from rank 0's: {listed(found)}; resume from before it"
+        raise mark_agreed(CheckpointError(text))
     checkpoint.save(
         recipe.folder / "checkpoints",
         checkpoint.Progress(trainer.step, samples_per_step(recipe, trainer.ranks)),
