@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from .config import MoEConfig
 from .dispatch.agreement import agree
@@ -45,6 +46,9 @@ class MoEAux:
     num_tokens: Tensor
     cross_rank_routes: Tensor
     rank_load: Tensor
+
+
+pytree.register_dataclass(MoEAux)  # for FSDP2, see Routing
 
 
 @dataclass(slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from .config import MoEConfig
 from .errors import InputError
@@ -34,6 +35,9 @@ class RouterAux:
     loss: Tensor
     load: Tensor
     num_tokens: Tensor
+
+
+pytree.register_dataclass(RouterAux)  # for FSDP2, see Routing
 
 
 def balance_loss(probs_TE: Tensor, expert_ids_TK: Tensor, alive_T: Tensor, *, num_sequences: int = 1) -> Tensor:

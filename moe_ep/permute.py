@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 
 def _gather(x_UH: Tensor, row_index_N: Tensor) -> Tensor:
@@ -171,6 +172,9 @@ class ExpertInput:
         if self.row_index is None or self.positions is None:
             return self.source
         return gather_rows(self.source, self.row_index, self.positions)
+
+
+pytree.register_dataclass(ExpertInput)  # for FSDP2, see Routing
 
 
 def make_offsets(counts_L: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from .errors import InputError
 
@@ -68,6 +69,10 @@ class Routing:
     def top_k(self) -> int:
         """K."""
         return self.expert_ids.shape[1]
+
+
+# FSDP2 looks for tensors in what a module takes and returns; before torch 2.13 it does not look into dataclasses
+pytree.register_dataclass(Routing)
 
 
 def count_bad_ids(routing: Routing) -> Tensor:

@@ -9,8 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from moe_ep.errors import InputError
+from moe_ep.layer import MoEAux
+from moe_ep.losses import RouterAux
+from moe_ep.permute import ExpertInput
 from moe_ep.routing import Routing, count_bad_ids
 
 
@@ -82,3 +86,22 @@ def test_weights_keep_their_graph() -> None:
     weights = torch.ones(2, 1, requires_grad=True)
     make(torch.zeros(2, 1, dtype=torch.int64), weights).weights.sum().backward()
     assert weights.grad is not None
+
+
+def test_values_that_modules_exchange_show_their_tensors_to_frameworks() -> None:
+    """FSDP2 gathers a module's weights for backward through hooks on the tensors it finds in the module's output."""
+    ids, weights = torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)
+    routing = Routing(expert_ids=ids, weights=weights, num_experts=3)
+    counts = torch.tensor([2, 0, 0], dtype=torch.int32)
+    rows = ExpertInput(
+        source=torch.ones(2, 4), row_weights=torch.ones(2), offsets=torch.zeros(4), tokens_per_expert=counts, capacity=2
+    )
+    zero = torch.zeros(())
+    aux = RouterAux(aux_loss=zero, z_loss=zero, loss=torch.ones(()), load=counts, num_tokens=zero)
+    layer_aux = MoEAux(
+        loss=torch.ones(()), aux_loss=zero, z_loss=zero, load=counts, num_tokens=zero, cross_rank_routes=zero,
+        rank_load=counts,
+    )  # fmt: skip
+    for value, tensor in ((routing, weights), (rows, rows.source), (aux, aux.loss), (layer_aux, layer_aux.loss)):
+        assert any(leaf is tensor for leaf in pytree.tree_leaves(value)), type(value).__name__
+        assert type(pytree.tree_map(lambda leaf: leaf, value)) is type(value)
