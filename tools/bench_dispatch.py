@@ -57,7 +57,7 @@ def _measure(chosen: argparse.Namespace, arguments: Sequence[str], place: Place)
     options = parse_options(chosen, place.device)
     options.check()
     first = place.rank == 0
-    header = machine_header(["tools/bench_dispatch.py", *arguments]) if first else {}
+    header = machine_header(["tools/bench_dispatch.py", *arguments], chosen.commit)  # may refuse, on every rank alike
     file = RowFile(Path(chosen.out) if chosen.out and first else None, header)
     rows: list[Row] = []
 
@@ -113,6 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0)
     add("--rates", help="LINK_GBS,HBM_TBS of this machine, for floors; known for H200 (380,4.2), else no floor")
     add("--out", help="JSON lines: a machine header, then one object a row")
+    add("--commit", help="of sources that were copied here without git, with -dirty behind it where they differ")
     add("--strict", action="store_true", help="exit 1 when any row is not ok")
     return parser
 

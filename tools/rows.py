@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from moe_ep.config import require
 from moe_ep.machine import machine
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -62,11 +63,26 @@ def make_row(**values: Any) -> Row:
     return row
 
 
-def machine_header(argv: Sequence[str]) -> Row:
-    """The first line of a file: what ran, on what. All GPU fields are null where there is no GPU."""
+def machine_header(argv: Sequence[str], copied_from: str | None = None) -> Row:
+    """The first line of a file: what ran, on what. All GPU fields are null where there is no GPU.
+
+    Args:
+        argv: the command, as seen from the repository.
+        copied_from: for sources that were copied here without their git history: the commit, with "-dirty" behind it
+            where they differ from it.
+
+    Raises:
+        RecipeError: `copied_from` is no commit, or git knows the commit itself.
+    """
     found = machine()
     gpus = found["gpus"]
     commit, dirty = git_state(ROOT)
+    if copied_from is not None:
+        parts = re.fullmatch(r"([0-9a-f]{7,40})(-dirty)?", copied_from)
+        require(parts is not None, f"commit {copied_from!r} must be 7 to 40 hex digits, with -dirty where that is so")
+        require(commit is None, f"commit {copied_from!r} is for copied sources; these stand in git, at {commit}")
+        assert parts is not None, "refused above"
+        commit, dirty = parts[1], parts[2] is not None
     values = {
         "kind": "machine",
         "gpu": gpus[0]["name"] if gpus else None,

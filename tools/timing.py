@@ -160,7 +160,7 @@ def count_host_syncs(body: Body, iteration: int, watch: Stopwatch) -> int | None
         return None
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     watch.traced = True
-    with torch.profiler.profile(activities=activities) as profile:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         body(iteration, watch)
         watch.take()
     watch.traced = False

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from moe_ep.errors import RecipeError
 from tools.rows import (
     MACHINE_FIELDS,
     ROOT,
@@ -130,6 +131,18 @@ def test_git_state(tmp_path: Path) -> None:
     assert git_state(tmp_path) == (commit, False), "the result being written makes no run dirty"
     (tmp_path / "b").write_text("1")
     assert git_state(tmp_path) == (commit, True)
+
+
+def test_a_copied_tree_can_be_told_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tools.rows.git_state", lambda root: (None, None))
+    for text, want in (("0123abc", ("0123abc", False)), ("0123abc-dirty", ("0123abc", True)), (None, (None, None))):
+        header = machine_header([], text)
+        assert (header["commit"], header["dirty"]) == want
+    with pytest.raises(RecipeError, match="commit 'main' must be 7 to 40 hex digits"):
+        machine_header([], "main")
+    monkeypatch.setattr("tools.rows.git_state", lambda root: ("f" * 40, False))
+    with pytest.raises(RecipeError, match="these stand in git, at fff"):
+        machine_header([], "0123abc")
 
 
 @pytest.mark.parametrize(
