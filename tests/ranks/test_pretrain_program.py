@@ -220,14 +220,13 @@ def torchrun(arguments: list[str], folder: Path) -> subprocess.Popen:
     )  # fmt: skip
 
 
-def test_two_agents_train_the_same_as_one(tmp_path):
-    """`torchrun --nnodes 2` on one machine, two ranks each, against four ranks of one launcher."""
-    recipe = str(write(tmp_path))
-    few = ["train.steps=3", "checkpoint.every=0"]
-    run(WORLD, [recipe, *few, "run.name=one"], tmp_path)
+def test_two_agents_train_the_same_as_one_launcher(unbroken, tmp_path):
+    """`torchrun --nnodes 2` on one machine, two ranks each, against four ranks started together."""
+    folder, _ = unbroken
+    arguments = [str(PROGRAM), str(write(tmp_path)), *BIAS, "train.steps=8", "metrics.valid_every=4"]
     port = random.SystemRandom().randrange(20000, 50000)
     meet = ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
-    agents = [torchrun([*meet, str(PROGRAM), recipe, *few, "run.name=two"], tmp_path) for _ in range(2)]
-    outputs = [agent.communicate(timeout=120)[0] for agent in agents]
+    agents = [torchrun([*meet, *arguments], tmp_path) for _ in range(2)]
+    outputs = [agent.communicate(timeout=200)[0] for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], outputs
-    assert rows(tmp_path, "two") == rows(tmp_path, "one")
+    assert rows(tmp_path) == rows(folder)
