@@ -155,7 +155,7 @@ class MoELayer(nn.Module):
             raise InputError(f"valid must be {tuple(x.shape[:-1])}, as x without H, got {tuple(valid.shape)}")
         x_TH = x.reshape(-1, x.shape[-1])
         valid_T = None if valid is None else valid.reshape(-1)
-        sequences = x.shape[0] if x.dim() == 3 else 1
+        sequences = max(x.shape[0], 1) if x.dim() == 3 else 1  # a batch without sequences has no tokens: one of none
         return x_TH, *self.router(x_TH, valid_T=valid_T, num_sequences=sequences)
 
     @eager

@@ -82,6 +82,10 @@ class Dispatcher(ABC):
     def _announce(self, ticket: Ticket, device: torch.device, code: Fault, value: int) -> None:
         """Tell the other ranks of a fault known on the host before this rank raises, so that they do not wait."""
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Dispatcher:
+        """The dispatcher itself: layers share one, and a process group cannot be copied."""
+        return self
+
     def describe(self) -> str:
         """One line on what runs, for the log."""
         ranks = "1 rank" if self.num_ranks == 1 else f"{self.num_ranks} ranks"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from moe_ep import CheckpointError, MoEConfig, MoELayer, PeerError
@@ -233,6 +235,47 @@ def test_recompute_of_a_layer_whose_router_decides_anew(
         assert found == [[2, 2 * count] for count in counts]
 
 
+# ---- the order of collectives ----
+
+
+class Recorder(TorchDispatchMode):
+    """Notes every collective in the order of issue; a rank with a delay sleeps before some of them."""
+
+    def __init__(self, delay_s: float) -> None:
+        super().__init__()
+        self.log: list[str] = []
+        self.delay_s = delay_s
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            if len(self.log) % 5 == 3:
+                time.sleep(self.delay_s)
+            self.log.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def recorded_steps(group: dist.ProcessGroup, rank: int, folder: Path, dispatcher: str, mode: str) -> list[str]:
+    overrides = [f"moe.dispatcher={dispatcher}", f"train.recompute={mode}", "parallel.ep_size=2"]
+    paths = [f"data.path={folder / 'text'}", f"run.dir={folder}"]
+    trainer = build(load_recipe(folder / "small.toml", [*paths, *overrides]), over_process_group(2, CPU))
+    with Recorder(0.02 if rank == 1 else 0.0) as recorder:
+        for _ in range(2):
+            train_step(trainer)
+    return recorder.log
+
+
+@pytest.mark.parametrize(("dispatcher", "mode"), [("all2all", "none"), ("agrs", "layer")])
+def test_collectives_are_issued_in_one_order_whoever_is_late(
+    pool: RankPool, tmp_path: Path, dispatcher: str, mode: str
+) -> None:
+    """deepseek-ai/DeepEP#496, meta-pytorch/torchrec#4149, PrimeIntellect-ai/prime-rl#3195: gradients are reduced over
+    one group while tokens travel over another, and rank 1 is late each time."""
+    write(tmp_path)
+    logs = pool.run(recorded_steps, tmp_path, dispatcher, mode, timeout_s=40)
+    assert all(log == logs[0] for log in logs)
+    assert {"c10d._reduce_scatter_base_.default", "c10d.alltoall_base_.default"} <= set(logs[0])
+
+
 # ---- ranks that do not come, or come with other lengths ----
 
 
@@ -299,6 +342,26 @@ def test_lengths_that_differ_over_steps_and_ranks(pool: RankPool, dispatcher: st
     nor from a length of 0."""
     steps = [[64, 64], [64, 96], [128, 32], [100, 20], [0, 8], [0, 0], [1, 0]]
     pool.run(lengths, dispatcher, steps, num_ranks=2, timeout_s=20)
+
+
+def no_sequences(group: dist.ProcessGroup, rank: int, dispatcher: str, level: str) -> None:
+    changes = dict(dispatcher=dispatcher, aux_loss=level, aux_loss_coef=0.1)
+    layer = make(group, **changes)
+    copied, alone = copy.deepcopy(layer), make(None, **changes)  # a copy of the weights that shares the dispatcher
+    x, other = (rows(12 * rank, 3).view(2 * rank, 6, H).requires_grad_() for _ in range(2))
+    (y, aux), (want, want_aux) = copied(x, torch.ones(x.shape[:2], dtype=torch.bool)), alone(other)
+    (y.square().sum() + aux.loss).backward()
+    (want.square().sum() + want_aux.loss).backward()
+    assert_near(y, want)
+    assert_near(x.grad, other.grad)
+    assert copied.router.weight.grad is not None and layer.router.weight.grad is None
+
+
+@pytest.mark.parametrize("level", ["batch", "sequence"])
+@pytest.mark.parametrize("dispatcher", DISPATCHERS)
+def test_a_batch_without_sequences(pool: RankPool, dispatcher: str, level: str) -> None:
+    """sgl-project/sglang#25397: x is [0, T, H] on one rank and [2, T, H] on the other."""
+    pool.run(no_sequences, dispatcher, level, num_ranks=2, timeout_s=20)
 
 
 def uneven_evaluation(group: dist.ProcessGroup, rank: int, dispatcher: str) -> None:
