@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -28,6 +31,7 @@ from recipes.optim import global_norm
 from recipes.ranks import over_process_group
 from recipes.recipe import load_recipe
 from recipes.train_loop import save, train_step
+from tests.ranks.launch import PROGRAM
 from tests.ranks.small_recipe import write
 
 H = 8
@@ -476,3 +480,31 @@ def test_uneven_and_empty_splits_on_gloo(pool: RankPool, case: str) -> None:
         starts = [sum(row[:receiver]) for row in table]
         expected.append([100.0 * s + starts[s] + i for s, row in enumerate(table) for i in range(row[receiver])])
     assert pool.run(uneven_splits, table, num_ranks=len(table), timeout_s=20) == expected
+
+
+# ---- the program under its real launcher ----
+
+ONE = ["parallel.ep_size=1", "train.steps=1", "checkpoint.every=0"]
+LAUNCHES: dict[str, tuple[int, list[str], int, str]] = {
+    "plain python": (0, ONE, 0, "1 rank(s) on cpu"),
+    "torchrun, one rank": (1, ONE, 0, "1 rank(s) on cpu"),
+    "torchrun, too few ranks": (2, ["parallel.ep_size=4"], 2, "ep_size = 4 does not divide the 2 rank(s) of this job"),
+    "torchrun, three ranks": (3, ["parallel.ep_size=2"], 2, "ep_size = 2 does not divide the 3 rank(s) of this job"),
+    "torchrun, a fault": (2, ["parallel.ep_size=2", "train.lr=1e30", "train.warmup_steps=0"], 1, "finite"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", LAUNCHES)
+def test_launching(tmp_path: Path, how: str) -> None:
+    """facebookresearch/FAMBench#103, pytorch/gloo#209: no launcher, one rank, the wrong number; Tencent-Hunyuan/UniRL
+    #226: what goes wrong on the ranks ends the launcher with a code that is not 0."""
+    ranks, overrides, code, said = LAUNCHES[how]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+    command = [sys.executable, *launcher, str(PROGRAM), str(write(tmp_path)), *overrides]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    output = done.stdout + done.stderr
+    assert (done.returncode != 0) == (code != 0), output
+    assert said in output
+    assert 'program.py", line' not in output, "a trace of ours in place of a sentence"
