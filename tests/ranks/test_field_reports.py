@@ -1,15 +1,11 @@
-"""What people reported about other software of this kind, tried on several ranks; docs/field_reports.md lists it."""
+"""What people reported about other software of this kind, tried on layers over ranks. See docs/field_reports.md."""
 
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,22 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from moe_ep import CheckpointError, MoEConfig, MoELayer, PeerError
+from moe_ep import MoEConfig, MoELayer, PeerError
 from moe_ep.consistency import check_copies
 from moe_ep.dispatch.transfer import AllToAllRows, Flight, finish, start
 from moe_ep.recompute import recompute_context_fn
 from moe_ep.streams import comm_stream
 from moe_ep.testing.ranks import RankPool
-from recipes.build import build
 from recipes.optim import global_norm
-from recipes.ranks import over_process_group
-from recipes.recipe import load_recipe
-from recipes.train_loop import save, train_step
-from tests.ranks.launch import PROGRAM
-from tests.ranks.small_recipe import write
 
 H = 8
 BASE: dict[str, Any] = dict(hidden_size=H, expert_intermediate_size=12, num_experts=8, top_k=2, init_std=0.5)
@@ -153,32 +142,6 @@ def test_routers_stay_equal_bit_for_bit_or_are_named(pool: RankPool, dispatcher:
     assert said[0] == said[1] and said[0].startswith("step 0: copies differ from rank 0's: router.weight on rank 1.")
 
 
-def drifted_save(group: dist.ProcessGroup, rank: int, folder: Path) -> tuple[str, bool]:
-    overrides = ["moe.router=sigmoid", "moe.bias_update_rate=0.1", f"data.path={folder / 'text'}", f"run.dir={folder}"]
-    trainer = build(load_recipe(folder / "small.toml", [*overrides, "parallel.ep_size=2"]), over_process_group(2, CPU))
-    train_step(trainer)
-    save(trainer)
-    train_step(trainer)
-    if rank == 2:
-        trainer.moe[1].router.bias[3] += 2**-20
-    try:
-        save(trainer)
-    except CheckpointError as err:
-        dist.barrier(group=group)
-        return str(err), (folder / "small" / "checkpoints" / "step-00000002").exists()
-    return "", True
-
-
-def test_a_selection_bias_that_drifted_is_not_saved(pool: RankPool, tmp_path: Path) -> None:
-    """pytorch/torchtitan#2387: only one copy would reach the checkpoint, and nobody would ever know."""
-    write(tmp_path)
-    for message, exists in pool.run(drifted_save, tmp_path):
-        assert message.startswith(
-            "step 2 is not saved: copies differ from rank 0's: layers.1.moe.router.bias on rank 2; resume"
-        )
-        assert not exists
-
-
 def norms(group: dist.ProcessGroup, rank: int) -> tuple[float, float]:
     own = [[torch.full((5,), 2.0)], [torch.tensor([6.0, 8.0])]][rank]
     everybody = global_norm(own, 2.0, group, CPU).item()
@@ -237,47 +200,6 @@ def test_recompute_of_a_layer_whose_router_decides_anew(
         with set_checkpoint_early_stop(early_stop):
             found = pool.run(recomputed, dispatcher, counts, noise, num_ranks=2, timeout_s=20)
         assert found == [[2, 2 * count] for count in counts]
-
-
-# ---- the order of collectives ----
-
-
-class Recorder(TorchDispatchMode):
-    """Notes every collective in the order of issue; a rank with a delay sleeps before some of them."""
-
-    def __init__(self, delay_s: float) -> None:
-        super().__init__()
-        self.log: list[str] = []
-        self.delay_s = delay_s
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            if len(self.log) % 5 == 3:
-                time.sleep(self.delay_s)
-            self.log.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-def recorded_steps(group: dist.ProcessGroup, rank: int, folder: Path, dispatcher: str, mode: str) -> list[str]:
-    overrides = [f"moe.dispatcher={dispatcher}", f"train.recompute={mode}", "parallel.ep_size=2"]
-    paths = [f"data.path={folder / 'text'}", f"run.dir={folder}"]
-    trainer = build(load_recipe(folder / "small.toml", [*paths, *overrides]), over_process_group(2, CPU))
-    with Recorder(0.02 if rank == 1 else 0.0) as recorder:
-        for _ in range(2):
-            train_step(trainer)
-    return recorder.log
-
-
-@pytest.mark.parametrize(("dispatcher", "mode"), [("all2all", "none"), ("agrs", "layer")])
-def test_collectives_are_issued_in_one_order_whoever_is_late(
-    pool: RankPool, tmp_path: Path, dispatcher: str, mode: str
-) -> None:
-    """deepseek-ai/DeepEP#496, meta-pytorch/torchrec#4149, PrimeIntellect-ai/prime-rl#3195: gradients are reduced over
-    one group while tokens travel over another, and rank 1 is late each time."""
-    write(tmp_path)
-    logs = pool.run(recorded_steps, tmp_path, dispatcher, mode, timeout_s=40)
-    assert all(log == logs[0] for log in logs)
-    assert {"c10d._reduce_scatter_base_.default", "c10d.alltoall_base_.default"} <= set(logs[0])
 
 
 # ---- ranks that do not come, or come with other lengths ----
@@ -480,31 +402,3 @@ def test_uneven_and_empty_splits_on_gloo(pool: RankPool, case: str) -> None:
         starts = [sum(row[:receiver]) for row in table]
         expected.append([100.0 * s + starts[s] + i for s, row in enumerate(table) for i in range(row[receiver])])
     assert pool.run(uneven_splits, table, num_ranks=len(table), timeout_s=20) == expected
-
-
-# ---- the program under its real launcher ----
-
-ONE = ["parallel.ep_size=1", "train.steps=1", "checkpoint.every=0"]
-LAUNCHES: dict[str, tuple[int, list[str], int, str]] = {
-    "plain python": (0, ONE, 0, "1 rank(s) on cpu"),
-    "torchrun, one rank": (1, ONE, 0, "1 rank(s) on cpu"),
-    "torchrun, too few ranks": (2, ["parallel.ep_size=4"], 2, "ep_size = 4 does not divide the 2 rank(s) of this job"),
-    "torchrun, three ranks": (3, ["parallel.ep_size=2"], 2, "ep_size = 2 does not divide the 3 rank(s) of this job"),
-    "torchrun, a fault": (2, ["parallel.ep_size=2", "train.lr=1e30", "train.warmup_steps=0"], 1, "finite"),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", LAUNCHES)
-def test_launching(tmp_path: Path, how: str) -> None:
-    """facebookresearch/FAMBench#103, pytorch/gloo#209: no launcher, one rank, the wrong number; Tencent-Hunyuan/UniRL
-    #226: what goes wrong on the ranks ends the launcher with a code that is not 0."""
-    ranks, overrides, code, said = LAUNCHES[how]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
-    command = [sys.executable, *launcher, str(PROGRAM), str(write(tmp_path)), *overrides]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-    output = done.stdout + done.stderr
-    assert (done.returncode != 0) == (code != 0), output
-    assert said in output
-    assert 'program.py", line' not in output, "a trace of ours in place of a sentence"
