@@ -6,10 +6,11 @@ import dataclasses
 
 import torch
 
+from moe_ep.errors import RecipeError, Unavailable
 from moe_ep.layer import moe_layers
 from moe_ep.recompute import recompute_context_fn
 from recipes import checkpoint
-from recipes.corpus import Corpus, load_corpus
+from recipes.corpus import Corpus, CorpusError, load_corpus
 from recipes.data import TrainData, ValidData, encode
 from recipes.entries import Entries
 from recipes.model import Decoder
@@ -26,7 +27,7 @@ def build(recipe: Recipe, ranks: Ranks) -> Trainer:
     Raises:
         MoEError: a corpus, a dispatcher or a sharding that cannot be, or ranks that disagree.
     """
-    corpus: Corpus = ranks.together(lambda: load_corpus(recipe.data.path, recipe.data.valid_fraction))
+    corpus: Corpus = ranks.together(lambda: read_text(recipe))
     same_everywhere(ranks, {"digest of the training text": corpus.info.sha256}, recipe.source)
     length = recipe.train.sequence_length
     train_data = ranks.together(lambda: TrainData(encode(corpus.train), length, recipe.train.seed))
@@ -40,9 +41,24 @@ def build(recipe: Recipe, ranks: Ranks) -> Trainer:
     return Trainer(recipe, ranks, model, optimizer, train_data, valid_data, corpus.info, entries)
 
 
+def read_text(recipe: Recipe) -> Corpus:
+    """The recipe's text.
+
+    Raises:
+        CorpusError: missing, empty or unreadable; names the recipe.
+    """
+    try:
+        return load_corpus(recipe.data.path, recipe.data.valid_fraction)
+    except CorpusError as err:
+        raise CorpusError(f"{recipe.source} {err}") from err
+
+
 def build_model(recipe: Recipe, ranks: Ranks) -> Decoder:
     """The model on this rank's device, with its initial weights, sharded; the same for every number of ranks."""
-    model = Decoder(recipe.model, recipe.moe_config(), ranks.ep_group)
+    try:
+        model = Decoder(recipe.model, recipe.moe_config(), ranks.ep_group)
+    except (RecipeError, Unavailable) as err:
+        raise type(err)(f"{recipe.source} [moe]: {err}") from err
     assert bool(moe_layers(model)) == recipe.has_moe, "the model has no MoE layer although the recipe asks for one"
     model.reset_parameters(recipe.train.seed)
     model.to(ranks.device)

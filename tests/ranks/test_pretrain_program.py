@@ -153,9 +153,10 @@ def test_a_lost_rank_ends_the_others_with_3_and_a_message(tmp_path, number, said
 @pytest.mark.parametrize(
     ("world", "overrides", "parts"),
     [
-        (2, ["parallel.ep_size=2", "moe.dispatcher=al2all"], ["al2all", "did you mean 'all2all'"]),
+        (2, ["parallel.ep_size=2", "moe.dispatcher=al2all"], ["[moe]", "al2all", "did you mean 'all2all'"]),
         (2, ["parallel.ep_size=2", "moe.experts=tourch"], ["tourch", "torch"]),
         (2, ["parallel.ep_size=2", "data.path=nowhere"], ["[data] path", "nowhere"]),
+        (1, ["parallel.ep_size=1", "moe.kernels=cuda"], ["[moe]", "kernels = 'cuda'"]),
         (3, ["parallel.ep_size=2"], ["ep_size = 2", "3 rank(s)"]),
         (1, ["parallel.ep_size=1", "parallel.backend=nccl"], ["'nccl'", "'gloo'"]),
     ],
@@ -168,7 +169,7 @@ def test_what_cannot_run_is_refused_once_with_2_before_any_training(tmp_path, wo
     lines = job.text().strip().splitlines()
     assert len(lines) == 1, job.text()
     assert lines[0].startswith("refused: ")
-    for part in parts:
+    for part in [str(tmp_path / "small.toml"), *parts]:
         assert part in lines[0]
     assert not (tmp_path / "runs").exists()
 

@@ -28,6 +28,15 @@ WORLD = 4
 CPU = torch.device("cpu")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """The one-rank references are no faster with more, and much slower on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module")
 def pool():
     with RankPool(WORLD, timeout_s=90) as pool:
