@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from pathlib import Path
 
 import torch
 
@@ -78,7 +80,8 @@ def resume(trainer: Trainer) -> str:
     path = ranks.together(lambda: checkpoint.find(recipe.checkpoint.resume, folder))
     same_everywhere(ranks, {"checkpoint": path and path.name}, recipe.source)
     if path is None:
-        return "starts at step 0"
+        aside = ranks.gather(ranks.together(lambda: set_aside(recipe.folder) if ranks.rank == 0 else None))[0]
+        return "starts at step 0" if aside is None else f"starts at step 0; the run of this name before is now {aside}"
     parts = (trainer.model, trainer.optimizer, trainer.entries)
     progress = checkpoint.restore(path, dataclasses.asdict(recipe.model), *parts, ranks)
     trainer.step = progress.step
@@ -86,3 +89,11 @@ def resume(trainer: Trainer) -> str:
     before, now = progress.samples_per_step, samples_per_step(recipe, ranks)
     shift = "" if before == now else f" (a step has {now} sequences, not {before} as before: other text follows)"
     return f"resumes at step {progress.step} from {path}{shift}"
+
+
+def set_aside(folder: Path) -> Path | None:
+    """Rename the folder of an earlier run that has checkpoints, so that a later "auto" cannot take those up."""
+    if checkpoint.newest(folder / "checkpoints") is None:
+        return None
+    aside = next(path for n in itertools.count(1) if not (path := folder.with_name(f"{folder.name}.old{n}")).exists())
+    return folder.rename(aside)

@@ -125,17 +125,11 @@ def find(resume: str, folder: Path) -> Path | None:
     """The checkpoint that `checkpoint.resume` means: a path names a step's folder, or a folder of checkpoints or a run.
 
     Raises:
-        CheckpointError: nothing there, or "never" where the run already has checkpoints.
+        CheckpointError: nothing there.
     """
     if resume == "auto":
         return newest(folder)
     if resume == "never":
-        old = newest(folder)
-        if old is not None:
-            raise CheckpointError(
-                f"checkpoint.resume = 'never', but this run already has {old}; choose another run.name, "
-                "remove the folder or resume with 'auto'"
-            )
         return None
     path = Path(resume)
     for candidate in (path if (path / META).exists() else None, newest(path), newest(path / "checkpoints")):

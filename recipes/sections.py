@@ -125,7 +125,8 @@ class DataSection:
 class CheckpointSection:
     """Save every `every` steps (0: only at the end and on SIGTERM) and keep the newest `keep` checkpoints.
 
-    resume: "auto" takes the newest checkpoint of the run's folder, "never" starts anew, a path names a checkpoint.
+    resume: "auto" takes the newest checkpoint of the run's folder, "never" starts anew (an earlier run of this name is
+    renamed), a path names a checkpoint.
     """
 
     every: int = 0

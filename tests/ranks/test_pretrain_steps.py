@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from moe_ep.errors import CheckpointError, RecipeError
 from moe_ep.testing.ranks import RankPool
 from recipes import checkpoint
-from recipes.build import build
+from recipes.build import build, resume
 from recipes.optim import global_norm
 from recipes.parallel import expert_names
 from recipes.ranks import Ranks, over_process_group, same_everywhere
@@ -327,8 +327,19 @@ def test_what_a_kill_during_a_save_leaves_is_no_checkpoint_and_goes(folder):
     train_step(trainer)
     save(trainer)
     assert sorted(p.name for p in checkpoints.iterdir()) == ["step-00000001", "step-00000002"]
-    with pytest.raises(CheckpointError, match="already has"):
-        checkpoint.find("never", checkpoints)
+    assert checkpoint.find("never", checkpoints) is None
+
+
+def test_never_starts_afresh_and_keeps_the_run_before(folder):
+    trainer = make(folder, 1, "run.name=again", world=1)
+    train_step(trainer)
+    save(trainer)
+    trainer = make(folder, 1, "run.name=again", "checkpoint.resume=never", world=1)
+    said = resume(trainer)
+    assert said == f"starts at step 0; the run of this name before is now {folder / 'again.old1'}"
+    assert trainer.step == 0
+    assert not (folder / "again").exists()
+    assert checkpoint.newest(folder / "again.old1" / "checkpoints").name == "step-00000001"
 
 
 def test_only_the_newest_checkpoints_are_kept(folder):
