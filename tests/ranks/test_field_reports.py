@@ -214,12 +214,20 @@ def attempt(act: Callable[[], object]) -> tuple[str, float]:
     return "nothing was raised", 0.0
 
 
+def fail(*_: object) -> None:
+    raise ZeroDivisionError
+
+
 def absent(group: dist.ProcessGroup, rank: int, dispatcher: str, phase: str) -> tuple[str, float]:
     """Rank 1 sleeps through the collective of one phase; the group waits for a second."""
     short = dist.new_group([0, 1], timeout=timedelta(seconds=1), use_local_synchronization=True)
     layer = None if phase == "construction" else make(short, dispatcher=dispatcher)
     y = layer(rows(3))[0] if layer and phase == "backward" else None
     if rank == 1:
+        if layer and phase == "experts":
+            layer.experts.forward = fail  # type: ignore[method-assign]
+            with pytest.raises(ZeroDivisionError):
+                layer(rows(3))
         time.sleep(2.5)
         return "", 0.0
     if layer is None:
@@ -233,6 +241,7 @@ def absent(group: dist.ProcessGroup, rank: int, dispatcher: str, phase: str) -> 
 PHASES = {
     "construction": "agreement about MoE layer 7",
     "forward": "exchange of {early} of layer 7, micro-batch 0",
+    "experts": "combine of layer 7, micro-batch 0",
     "backward": "backward of combine of layer 7, micro-batch 0",
     "fault record": "exchange of fault records",
 }
