@@ -73,7 +73,8 @@ class GroupedExperts(nn.Module):
                 with MOE_EP_DEBUG=1 and a wait for the device, elsewhere.
         """
         _check_input(inp, self.w_down)
-        return self.compute(inp)
+        with _own_dtype(inp.source):
+            return self.compute(inp)
 
     def compute(self, inp: ExpertInput) -> Tensor:
         """What a back end implements: `forward` without the checks."""
@@ -207,11 +208,17 @@ class SharedExperts(nn.Module):
                 f"shared experts of H = {self.w_down.shape[0]} in {self.w_down.dtype} got x {tuple(x_TH.shape)} in "
                 f"{x_TH.dtype}; cast x or build the layer with its dtype and size"
             )
-        gate, up = F.linear(x_TH, self.w_gate_up).chunk(2, dim=-1)
-        y_TH = F.linear(F.silu(gate) * up, self.w_down)
-        if self.w_gate is None:
-            return y_TH
-        return _scaled(y_TH, torch.sigmoid(_at_least_float32(x_TH @ self.w_gate)))
+        with _own_dtype(x_TH):
+            gate, up = F.linear(x_TH, self.w_gate_up).chunk(2, dim=-1)
+            y_TH = F.linear(F.silu(gate) * up, self.w_down)
+            if self.w_gate is None:
+                return y_TH
+            return _scaled(y_TH, torch.sigmoid(_at_least_float32(x_TH @ self.w_gate)))
+
+
+def _own_dtype(x: Tensor) -> torch.autocast:
+    """Compute in the parameters' dtype: under autocast results would come in another one, or not at all."""
+    return torch.autocast(x.device.type, enabled=False)
 
 
 def _at_least_float32(x: Tensor) -> Tensor:

@@ -97,6 +97,23 @@ def test_balancing_losses_that_nobody_asked_for_are_off_and_printed_so(tmp_path:
     assert load_recipe(path, ["moe.aux_loss_coef=1e-3"]).moe_config().aux_loss_coef == 1e-3
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("experts", ["torch", "loop"])
+def test_a_layer_computes_in_its_own_dtype_under_autocast(experts: str, dtype: str) -> None:
+    """ROCm/aiter#323, deepspeedai/DeepSpeed#7747: what a wrapper lowers although it was meant to stay."""
+    changes = dict(dtype=dtype, experts=experts, num_shared_experts=1, shared_intermediate_size=8)
+    layer = MoELayer(MoEConfig(**SIZES, **changes, shared_expert_gate=True, z_loss_coef=0.1))
+    results = []
+    for enabled in (False, True):
+        x = torch.randn(5, 16, generator=torch.Generator().manual_seed(0)).to(getattr(torch, dtype)).requires_grad_()
+        with torch.autocast("cpu", torch.float16, enabled=enabled):
+            y, aux = layer(x)
+        assert y.dtype == x.dtype
+        grads = torch.autograd.grad(y.float().square().sum() + aux.loss, [x, *layer.parameters()])
+        results.append((y, aux.loss, *grads))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 # ---- configuration ----
 
 
