@@ -33,10 +33,10 @@ class Session:
         self.stop_asked = False
         self.profiler: torch.profiler.profile | None = None
         self.last_row: Row | None = None
-        signal.signal(signal.SIGTERM, self._on_sigterm)
 
     def run(self) -> None:
         """Train until the last step or SIGTERM, then save and say how it went."""
+        signal.signal(signal.SIGTERM, self._on_sigterm)
         trainer = build(self.recipe, self.ranks)
         self._banner(trainer)
         self.say(resume(trainer))
