@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -17,10 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_ep import CheckpointError
 from moe_ep.testing.ranks import RankPool
+from recipes import checkpoint
 from recipes.build import build
-from recipes.ranks import over_process_group
+from recipes.ranks import Ranks, over_process_group
 from recipes.recipe import load_recipe
-from recipes.train_loop import save, train_step
+from recipes.train_loop import Trainer, save, train_step
 from tests.ranks.launch import PROGRAM
 from tests.ranks.small_recipe import write
 
@@ -57,6 +59,44 @@ def test_a_selection_bias_that_drifted_is_not_saved(pool: RankPool, tmp_path: Pa
             "step 2 is not saved: copies differ from rank 0's: layers.1.moe.router.bias on rank 2; resume"
         )
         assert not exists
+
+
+def trainer_of(folder: Path, experts: int, ep_size: int, world: int) -> Trainer:
+    sizes = [f"model.num_experts={experts}", "model.top_k=2", f"train.gradient_accumulation={4 // world}"]
+    paths = [f"data.path={folder / 'text'}", f"run.dir={folder}", f"parallel.ep_size={ep_size}"]
+    ranks = over_process_group(ep_size, CPU) if world > 1 else Ranks(0, 1, 1, CPU)
+    return build(load_recipe(folder / "small.toml", [*paths, *sizes]), ranks)
+
+
+def step_and_save(group: dist.ProcessGroup, rank: int, folder: Path, experts: int) -> tuple[int, float]:
+    trainer = trainer_of(folder, experts, 2, 4)
+    train_step(trainer)
+    save(trainer)
+    rows = trainer.optimizer.masters[[p.name.endswith("w_down") for p in trainer.optimizer.params].index(True)].shape[0]
+    return rows, train_step(trainer)[0].loss
+
+
+def read_and_step(group: Any, rank: int, folder: Path, experts: int, ep_size: int, world: int = 4) -> float:
+    trainer = trainer_of(folder, experts, ep_size, world)
+    path = folder / "small" / "checkpoints" / "step-00000001"
+    parts = (trainer.model, trainer.optimizer, trainer.entries, trainer.ranks)
+    trainer.step = checkpoint.restore(path, dataclasses.asdict(trainer.recipe.model), *parts).step
+    return train_step(trainer)[0].loss
+
+
+@pytest.mark.parametrize(("experts", "shards"), [(2, [1, 1, 0, 0]), (6, [2, 2, 1, 1])])
+def test_experts_that_do_not_divide_over_the_ranks_that_share_them(
+    pool: RankPool, tmp_path: Path, experts: int, shards: list[int]
+) -> None:
+    """KempnerInstitute/KempnerForge#202: 1 and 3 experts of an expert-parallel rank, sharded over 2 data-parallel ones:
+    an empty shard and uneven ones are saved and found again, on any number of ranks."""
+    write(tmp_path)
+    saved = pool.run(step_and_save, tmp_path, experts)
+    assert [rows for rows, _ in saved] == shards
+    losses = [loss for _, loss in saved]
+    assert pool.run(read_and_step, tmp_path, experts, 2) == losses
+    for loss in (*pool.run(read_and_step, tmp_path, experts, 1), read_and_step(None, 0, tmp_path, experts, 1, 1)):
+        assert loss == pytest.approx(losses[0], abs=1e-5)
 
 
 class Recorder(TorchDispatchMode):
