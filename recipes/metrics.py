@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -198,13 +199,28 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 def console_line(row: Row, steps: int) -> str:
     """One line for people."""
-    layers = row.expert_imbalance
-    spread = f"{sum(layers) / len(layers):.2f}" if layers else "-"
-    rate = f"{row.tokens_per_s / 1e3:.1f}k" if row.tokens_per_s < 1e6 else f"{row.tokens_per_s / 1e6:.2f}M"
     line = (
         f"step {row.step:>{len(str(steps))}}/{steps}  loss {row.loss:.4f}  grad {row.grad_norm:.3f}  lr {row.lr:.2e}  "
-        f"{rate} tok/s  imbalance {spread}  {row.step_s:.3f} s/step  eta {timedelta(seconds=round(row.eta_s))}"
+        f"{_thousands(row.tokens_per_s)} tok/s  imbalance {_spread(row.expert_imbalance)}  {row.step_s:.3f} s/step  "
+        f"eta {timedelta(seconds=round(row.eta_s))}"
     )
     if row.valid_loss is None:
         return line
     return f"{line}  valid {row.valid_loss:.4f} (unigram {row.valid_unigram_entropy:.2f})"
+
+
+def closing_line(rows: list[dict[str, Any]]) -> str:
+    """Balance of the last logged step and speed of the run (median over logged steps), for the program's last words."""
+    last, rate = rows[-1], median(row["tokens_per_s"] for row in rows)
+    return (
+        f"imbalance (max/mean, averaged over layers): experts {_spread(last['expert_imbalance'])}, "
+        f"ranks {_spread(last['rank_imbalance_before'])}; {_thousands(rate)} tokens/s over all ranks (median)"
+    )
+
+
+def _spread(layers: list[float]) -> str:
+    return f"{sum(layers) / len(layers):.2f}" if layers else "-"
+
+
+def _thousands(rate: float) -> str:
+    return f"{rate / 1e3:.1f}k" if rate < 1e6 else f"{rate / 1e6:.2f}M"

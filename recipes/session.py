@@ -16,7 +16,7 @@ from moe_ep.dispatch import close_dispatchers
 from recipes import plots
 from recipes.build import build, resume
 from recipes.generate import generate
-from recipes.metrics import MetricsFile, Row, console_line
+from recipes.metrics import MetricsFile, Row, closing_line, console_line, read_rows
 from recipes.ranks import Ranks
 from recipes.recipe import Recipe, to_toml
 from recipes.train_loop import Trainer, save, train_step, validate, with_validation
@@ -156,6 +156,9 @@ class Session:
             f"done: held-out loss {loss:.4f} nats/byte (unigram entropy {trainer.corpus.valid_unigram_entropy:.3f}, "
             f"gzip {trainer.corpus.valid_gzip:.3f}) after {trainer.step} steps, {time.strftime('%H:%M:%S')}"
         )
+        rows = read_rows(folder / "metrics.jsonl") if self.ranks.rank == 0 else []
+        if rows:
+            self.say(closing_line(rows))
         sample = generate(trainer.model, PROMPT, SAMPLE_TOKENS, 0.7, self.recipe.train.seed)
         self.say("sample: " + (PROMPT + sample).decode("utf-8", "replace"))
         self.say(f"metrics {folder / 'metrics.jsonl'}  plots {folder / 'loss.png'}, {folder / 'load.png'}")

@@ -92,6 +92,9 @@ def test_one_line_a_step_and_the_resolved_dispatcher_on_one_rank_only(unbroken):
     for part in ("step 8/8", "loss", "grad", "lr", "tok/s", "imbalance", "s/step", "eta 0:00:00", "valid"):
         assert part in lines[-1]
     assert "done: held-out loss" in text
+    assert re.search(
+        r"imbalance \(max/mean, averaged over layers\): experts \d+\.\d\d, ranks \d+\.\d\d; .* tokens/s", text
+    )
     assert "sample: def " in text
     assert all("step" not in job.text(rank) for rank in range(1, WORLD))
 

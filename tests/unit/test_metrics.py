@@ -11,7 +11,17 @@ import torch
 
 from moe_ep.layer import MoEAux
 from recipes import plots
-from recipes.metrics import MetricsFile, Row, Tally, console_line, flops_per_token, load_fields, peak_tflops, read_rows
+from recipes.metrics import (
+    MetricsFile,
+    Row,
+    Tally,
+    closing_line,
+    console_line,
+    flops_per_token,
+    load_fields,
+    peak_tflops,
+    read_rows,
+)
 from recipes.model import ModelConfig
 from recipes.ranks import Ranks
 from recipes.recipe import load_recipe
@@ -120,3 +130,11 @@ def test_a_missing_matplotlib_is_said_once(tmp_path, monkeypatch, capsys):
     assert "no plots" in lines[0]
     assert "moe-ep[plots]" in lines[0]
     assert not (recipe.folder / "loss.png").exists()
+
+
+def test_the_last_words_say_the_last_balance_and_the_median_speed():
+    rows = [dataclasses.asdict(ROW) | {"tokens_per_s": rate} for rate in (100.0, 5000.0, 3_000_000.0)]
+    rows[-1] |= {"expert_imbalance": [1.0, 3.0], "rank_imbalance_before": [1.5]}
+    assert closing_line(rows) == (
+        "imbalance (max/mean, averaged over layers): experts 2.00, ranks 1.50; 5.0k tokens/s over all ranks (median)"
+    )
