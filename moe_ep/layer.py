@@ -142,17 +142,19 @@ class MoELayer(nn.Module):
             x_TH, routing, router_aux = self._route(x, valid)
         except Exception:
             # the other ranks are on their way to the exchange of counts; they must not wait there for this one
-            self.dispatcher.announce_failure(x.device, layer=self.layer_index, micro_batch=micro_batch)
+            device = x.device if isinstance(x, Tensor) else None
+            self.dispatcher.announce_failure(device, layer=self.layer_index, micro_batch=micro_batch)
             raise
         ticket = self.dispatcher.dispatch_preprocess(x_TH, routing, layer=self.layer_index, micro_batch=micro_batch)
         self.dispatcher.dispatch(ticket)
         return LayerFlight(x=x, ticket=ticket, router_aux=router_aux)
 
     def _route(self, x: Tensor, valid: Tensor | None) -> tuple[Tensor, Routing, RouterAux]:
-        if x.shape[-1] != self.config.hidden_size:
-            raise InputError(f"x must be [..., {self.config.hidden_size}] (hidden_size), got {tuple(x.shape)}")
-        if valid is not None and valid.shape != x.shape[:-1]:
-            raise InputError(f"valid must be {tuple(x.shape[:-1])}, as x without H, got {tuple(valid.shape)}")
+        shape = _shape_of(x)
+        if not shape or shape[-1] != self.config.hidden_size:
+            raise InputError(f"x must be [..., {self.config.hidden_size}] (hidden_size), got {shape}")
+        if valid is not None and _shape_of(valid) != shape[:-1]:
+            raise InputError(f"valid must be {shape[:-1]}, as x without H, got {_shape_of(valid)}")
         x_TH = x.reshape(-1, x.shape[-1])
         valid_T = None if valid is None else valid.reshape(-1)
         sequences = max(x.shape[0], 1) if x.dim() == 3 else 1  # a batch without sequences has no tokens: one of none
@@ -188,6 +190,13 @@ class MoELayer(nn.Module):
             cross_rank_routes=load_R.sum() - load_R[self.dispatcher.rank],
             rank_load=load_R,
         )
+
+
+def _shape_of(x: object) -> tuple[int, ...]:
+    if not isinstance(x, Tensor) or x.layout != torch.strided:
+        kind = x.layout if isinstance(x, Tensor) else type(x).__name__
+        raise InputError(f"x and valid must be dense tensors, got {kind}")
+    return tuple(x.shape)
 
 
 def moe_layers(model: nn.Module) -> list[MoELayer]:

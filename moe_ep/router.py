@@ -150,6 +150,8 @@ class Router(nn.Module):
                 f"x must be a float tensor [T, {self.config.hidden_size}], got {tuple(x_TH.shape)} {x_TH.dtype}; "
                 "flatten batch and sequence into T"
             )
+        if x_TH.device != self.weight.device:
+            raise InputError(f"x is on {x_TH.device}, the router's weight on {self.weight.device}; move one of them")
         if valid_T is not None and (
             valid_T.dtype != torch.bool or valid_T.shape != x_TH.shape[:1] or valid_T.device != x_TH.device
         ):

@@ -51,6 +51,7 @@ class Dispatcher(ABC):
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.lanes = LanePool(self.num_lane_ints)
         self._faults: FaultRecord | None = None
+        self._device: torch.device | None = None  # of the last micro-batch
         self._closed = False
 
     # what a back end writes
@@ -107,10 +108,10 @@ class Dispatcher(ABC):
         fault = self._find_fault(x_TH, routing)
         if fault is not None:
             code, value, error = fault
-            self._announce(ticket, self._home(x_TH.device), code, value)
+            self._announce(ticket, self._home(x_TH.device if isinstance(x_TH, Tensor) else None), code, value)
             ticket.release()
             raise type(error)(f"{ticket.where}: {error}")
-        ticket.num_tokens = x_TH.shape[0]
+        ticket.num_tokens, self._device = x_TH.shape[0], x_TH.device
         if self.num_lane_ints:
             ticket.lend(*self.lanes.borrow(ticket, x_TH.device))
         row_bytes = x_TH.shape[1] * x_TH.element_size()
@@ -162,10 +163,11 @@ class Dispatcher(ABC):
         return y_TH
 
     @eager
-    def announce_failure(self, device: torch.device, *, layer: int = 0, micro_batch: int = 0) -> None:
+    def announce_failure(self, device: torch.device | None, *, layer: int = 0, micro_batch: int = 0) -> None:
         """Tell the other ranks, in place of `dispatch_preprocess`, that this rank fails before it; then raise.
 
-        The others get a PeerError from their `dispatch` instead of waiting until the group's timeout.
+        The others get a PeerError from their `dispatch` instead of waiting until the group's timeout. `device` is where
+        x lies, None where there is no x to speak of.
         """
         ticket = Ticket(layer, micro_batch)
         self._announce(ticket, self._home(device), Fault.BAD_INPUT, 0)
@@ -216,12 +218,19 @@ class Dispatcher(ABC):
         ticket.stage = stage
         return result
 
-    def _home(self, device: torch.device) -> torch.device:
-        """The device, or one that the group serves where it does not serve that (a fault can be just this)."""
-        if self.num_ranks == 1 or self.group is None or group_serves(self.group, device):
+    def _home(self, device: torch.device | None) -> torch.device:
+        """The device, or the one that the other ranks exchange from where the group does not serve this (or is none).
+
+        A wrong device can be just the fault that is to be announced.
+        """
+        if device is not None and (self.group is None or self.num_ranks == 1 or group_serves(self.group, device)):
             return device
-        kind = self.group._device_types[0].type
-        return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+        if self._device is not None:
+            return self._device
+        cpu = torch.device("cpu")
+        if self.group is None or group_serves(self.group, cpu):
+            return cpu
+        return torch.device("cuda", torch.cuda.current_device())
 
     def _find_fault(self, x_TH: Tensor, routing: Routing) -> tuple[Fault, int, MoEError] | None:
         """What the host can see to be wrong without a sync."""

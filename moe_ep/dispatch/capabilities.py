@@ -107,6 +107,9 @@ def check_input(
         CapacityError: more tokens than max_tokens.
     """
     hidden = config.hidden_size
+    if not isinstance(x_TH, Tensor) or x_TH.layout != torch.strided or not isinstance(routing, Routing):
+        what = x_TH.layout if isinstance(x_TH, Tensor) else type(x_TH).__name__
+        raise InputError(f"x must be a dense tensor and routing a Routing, got {what} and {type(routing).__name__}")
     if x_TH.dim() != 2 or x_TH.shape[1] != hidden:
         raise InputError(f"x must be [T, {hidden}] (hidden_size), got {tuple(x_TH.shape)}")
     if x_TH.dtype != getattr(torch, config.dtype):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from moe_ep import MoEConfig, MoELayer, PeerError
+from moe_ep import InputError, MoEConfig, MoELayer, PeerError, Routing
 from moe_ep.consistency import check_copies
 from moe_ep.dispatch.transfer import AllToAllRows, Flight, finish, start
 from moe_ep.recompute import recompute_context_fn
@@ -258,6 +258,40 @@ def test_a_rank_that_does_not_come_is_an_error_that_names_the_phase(
     wanted = PHASES[phase].format(early="counts" if dispatcher == "all2all" else "ids")
     assert message.startswith(f"{wanted}: communication with the other ranks failed (")
     assert "did not make the same call" in message and took < 2.5
+
+
+ODD_INPUTS: dict[str, tuple[Any, Any, str]] = {
+    "nothing": (None, None, "x and valid must be dense tensors, got NoneType"),
+    "a list": ([1.0] * H, None, "x and valid must be dense tensors, got list"),
+    "a scalar": (torch.tensor(1.0), None, "x must be [..., 8] (hidden_size), got ()"),
+    "sparse": (torch.eye(H).to_sparse(), None, "x and valid must be dense tensors, got torch.sparse_coo"),
+    "whole numbers": (torch.ones(3, H, dtype=torch.int64), None, "x must be a float tensor [T, 8]"),
+    "on no device": (torch.empty(3, H, device="meta"), None, "x is on meta, the router's weight on cpu"),
+    "a list of flags": (torch.ones(3, H), [True] * 3, "x and valid must be dense tensors, got list"),
+    "flags of another shape": (torch.ones(3, H), torch.ones(4, dtype=torch.bool), "valid must be (3,)"),
+    "flags as numbers": (torch.ones(3, H), torch.ones(3), "valid_T must be bool [3]"),
+}
+
+
+def odd_input(group: dist.ProcessGroup, rank: int, dispatcher: str) -> None:
+    layer = make(group, dispatcher=dispatcher)
+    for name, (x, valid, said) in ODD_INPUTS.items():
+        given = (x, valid) if rank == 1 else (rows(3), None)
+        with pytest.raises((InputError, PeerError)) as caught:
+            layer(*given)
+        assert type(caught.value) is (InputError if rank == 1 else PeerError), name
+        assert (said if rank == 1 else "rank 1 reported a fault") in str(caught.value), name
+    routing = Routing(expert_ids=torch.zeros(3, 2, dtype=torch.int64), weights=torch.ones(3, 2), num_experts=8)
+    with pytest.raises((InputError, PeerError)) as caught:
+        layer.dispatcher.dispatch(layer.dispatcher.dispatch_preprocess(rows(3) if rank == 0 else None, routing))
+    assert ("x must be a dense tensor" if rank == 1 else "rank 1 reported a fault") in str(caught.value)
+    assert layer(rows(3))[0].shape == (3, H), "all go on"
+
+
+@pytest.mark.parametrize("dispatcher", DISPATCHERS)
+def test_what_is_no_input_at_all_on_one_rank(pool: RankPool, dispatcher: str) -> None:
+    """Tencent-Hunyuan/UniRL#226: whatever one rank hands in, the others hear of it in the same call and all go on."""
+    pool.run(odd_input, dispatcher, num_ranks=2, timeout_s=30)
 
 
 def lengths(group: dist.ProcessGroup, rank: int, dispatcher: str, steps: list[list[int]]) -> None:
