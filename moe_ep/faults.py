@@ -17,6 +17,8 @@ from torch import Tensor
 from .errors import CapacityError, InputError, MoEError, NonFiniteError, PeerError, lost_peer
 from .routing import Routing, count_bad_ids
 
+FORWARD_ONLY = 1
+
 
 class Fault(enum.IntEnum):
     """Codes, in rising order of precedence."""
@@ -47,6 +49,8 @@ def describe(code: int, value: int, where: str, num_experts: int) -> MoEError:
 def raise_faults(statuses: Sequence[tuple[int, int]], rank: int, where: str, num_experts: int) -> None:
     """Raise if any rank reported a fault: the own error where the fault is, PeerError elsewhere.
 
+    Ranks of which only some record gradients are a fault of all: the next backward would have no partner.
+
     Args:
         statuses: (code, value) of each rank, in rank order.
         rank: this rank.
@@ -60,15 +64,27 @@ def raise_faults(statuses: Sequence[tuple[int, int]], rank: int, where: str, num
         if code:
             fault = describe(code, value, where, num_experts)
             raise PeerError(f"rank {peer} reported a fault, so that no rank goes on: {fault}")
+    without = [str(peer) for peer, (_, value) in enumerate(statuses) if value == FORWARD_ONLY]
+    if 0 < len(without) < len(statuses):
+        raise PeerError(
+            f"{where}: rank {', '.join(without)} of {len(statuses)} runs under no_grad and the others do not, so a "
+            "backward would wait for ever; all ranks train or all evaluate"
+        )
 
 
 def routing_status(routing: Routing) -> Tensor:
-    """(code, value) of what can be wrong with a routing, int64 [2] on its device, without a host sync."""
+    """(code, value) of what can be wrong with a routing, int64 [2] on its device, without a host sync.
+
+    Where nothing is wrong, value is FORWARD_ONLY under no_grad, else 0.
+    """
     bad_ids = count_bad_ids(routing)
     bad_tokens = torch.zeros_like(bad_ids) if routing.bad_tokens is None else routing.bad_tokens.to(bad_ids.dtype)
     code = torch.where(bad_ids > 0, int(Fault.BAD_IDS), int(Fault.NONE))
     code = torch.where(bad_tokens > 0, int(Fault.NON_FINITE), code)
-    return torch.stack([code, torch.where(bad_tokens > 0, bad_tokens, bad_ids)])
+    value = torch.where(bad_tokens > 0, bad_tokens, bad_ids)
+    if not torch.is_grad_enabled():
+        value = torch.where(code > 0, value, FORWARD_ONLY)
+    return torch.stack([code, value])
 
 
 class FaultRecord:

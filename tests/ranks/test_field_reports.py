@@ -260,6 +260,22 @@ def test_a_rank_that_does_not_come_is_an_error_that_names_the_phase(
     assert "did not make the same call" in message and took < 2.5
 
 
+def train_here_evaluate_there(group: dist.ProcessGroup, rank: int, dispatcher: str) -> None:
+    layer = make(group, dispatcher=dispatcher)
+    with torch.set_grad_enabled(rank == 0), pytest.raises(PeerError) as caught:
+        layer(rows(3))
+    assert str(caught.value).startswith("layer 7, micro-batch 0: rank 1 of 2 runs under no_grad and the others do not")
+    with torch.no_grad():
+        layer(rows(3))
+    layer(rows(3))[0].sum().backward()
+
+
+@pytest.mark.parametrize("dispatcher", DISPATCHERS)
+def test_one_rank_that_evaluates_while_the_other_trains(pool: RankPool, dispatcher: str) -> None:
+    """microsoft/Tutel#182: their forwards would pair up, and one's backward would meet the other's next forward."""
+    pool.run(train_here_evaluate_there, dispatcher, num_ranks=2, timeout_s=20)
+
+
 ODD_INPUTS: dict[str, tuple[Any, Any, str]] = {
     "nothing": (None, None, "x and valid must be dense tensors, got NoneType"),
     "a list": ([1.0] * H, None, "x and valid must be dense tensors, got list"),
