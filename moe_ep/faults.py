@@ -17,7 +17,7 @@ from torch import Tensor
 from .errors import CapacityError, InputError, MoEError, NonFiniteError, PeerError, lost_peer
 from .routing import Routing, count_bad_ids
 
-FORWARD_ONLY = 1
+FORWARD_ONLY = 1  # the value of a pair without a fault, where no gradient is recorded
 
 
 class Fault(enum.IntEnum):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import time
-from collections.abc import Callable, Iterator
-from datetime import timedelta
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from moe_ep import InputError, MoEConfig, MoELayer, PeerError, Routing
+from moe_ep import MoEConfig, MoELayer, PeerError
 from moe_ep.consistency import check_copies
 from moe_ep.dispatch.transfer import AllToAllRows, Flight, finish, start
 from moe_ep.recompute import recompute_context_fn
@@ -202,112 +200,7 @@ def test_recompute_of_a_layer_whose_router_decides_anew(
         assert found == [[2, 2 * count] for count in counts]
 
 
-# ---- ranks that do not come, or come with other lengths ----
-
-
-def attempt(act: Callable[[], object]) -> tuple[str, float]:
-    began = time.monotonic()
-    try:
-        act()
-    except PeerError as err:
-        return str(err), time.monotonic() - began
-    return "nothing was raised", 0.0
-
-
-def fail(*_: object) -> None:
-    raise ZeroDivisionError
-
-
-def absent(group: dist.ProcessGroup, rank: int, dispatcher: str, phase: str) -> tuple[str, float]:
-    """Rank 1 sleeps through the collective of one phase; the group waits for a second."""
-    short = dist.new_group([0, 1], timeout=timedelta(seconds=1), use_local_synchronization=True)
-    layer = None if phase == "construction" else make(short, dispatcher=dispatcher)
-    y = layer(rows(3))[0] if layer and phase == "backward" else None
-    if rank == 1:
-        if layer and phase == "experts":
-            layer.experts.forward = fail  # type: ignore[method-assign]
-            with pytest.raises(ZeroDivisionError):
-                layer(rows(3))
-        time.sleep(2.5)
-        return "", 0.0
-    if layer is None:
-        return attempt(lambda: make(short, dispatcher=dispatcher))
-    if phase == "fault record":
-        layer.dispatcher.faults(CPU)
-        return attempt(layer.dispatcher.raise_if_faulted)
-    return attempt((lambda: layer(rows(3))) if y is None else y.sum().backward)
-
-
-PHASES = {
-    "construction": "agreement about MoE layer 7",
-    "forward": "exchange of {early} of layer 7, micro-batch 0",
-    "experts": "combine of layer 7, micro-batch 0",
-    "backward": "backward of combine of layer 7, micro-batch 0",
-    "fault record": "exchange of fault records",
-}
-
-
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("dispatcher", DISPATCHERS)
-def test_a_rank_that_does_not_come_is_an_error_that_names_the_phase(
-    pool: RankPool, dispatcher: str, phase: str
-) -> None:
-    """microsoft/Tutel#182, NVIDIA/Model-Optimizer#1966, yiqiao-yin/deepspeed-course#28: evaluation on one rank only;
-    NVIDIA/TensorRT-LLM#17376: a rank that is slower than the timeout, which is the group's own."""
-    (message, took), _ = pool.run(absent, dispatcher, phase, num_ranks=2, timeout_s=30)
-    wanted = PHASES[phase].format(early="counts" if dispatcher == "all2all" else "ids")
-    assert message.startswith(f"{wanted}: communication with the other ranks failed (")
-    assert "did not make the same call" in message and took < 2.5
-
-
-def train_here_evaluate_there(group: dist.ProcessGroup, rank: int, dispatcher: str) -> None:
-    layer = make(group, dispatcher=dispatcher)
-    with torch.set_grad_enabled(rank == 0), pytest.raises(PeerError) as caught:
-        layer(rows(3))
-    assert str(caught.value).startswith("layer 7, micro-batch 0: rank 1 of 2 runs under no_grad and the others do not")
-    with torch.no_grad():
-        layer(rows(3))
-    layer(rows(3))[0].sum().backward()
-
-
-@pytest.mark.parametrize("dispatcher", DISPATCHERS)
-def test_one_rank_that_evaluates_while_the_other_trains(pool: RankPool, dispatcher: str) -> None:
-    """microsoft/Tutel#182: their forwards would pair up, and one's backward would meet the other's next forward."""
-    pool.run(train_here_evaluate_there, dispatcher, num_ranks=2, timeout_s=20)
-
-
-ODD_INPUTS: dict[str, tuple[Any, Any, str]] = {
-    "nothing": (None, None, "x and valid must be dense tensors, got NoneType"),
-    "a list": ([1.0] * H, None, "x and valid must be dense tensors, got list"),
-    "a scalar": (torch.tensor(1.0), None, "x must be [..., 8] (hidden_size), got ()"),
-    "sparse": (torch.eye(H).to_sparse(), None, "x and valid must be dense tensors, got torch.sparse_coo"),
-    "whole numbers": (torch.ones(3, H, dtype=torch.int64), None, "x must be a float tensor [T, 8]"),
-    "on no device": (torch.empty(3, H, device="meta"), None, "x is on meta, the router's weight on cpu"),
-    "a list of flags": (torch.ones(3, H), [True] * 3, "x and valid must be dense tensors, got list"),
-    "flags of another shape": (torch.ones(3, H), torch.ones(4, dtype=torch.bool), "valid must be (3,)"),
-    "flags as numbers": (torch.ones(3, H), torch.ones(3), "valid_T must be bool [3]"),
-}
-
-
-def odd_input(group: dist.ProcessGroup, rank: int, dispatcher: str) -> None:
-    layer = make(group, dispatcher=dispatcher)
-    for name, (x, valid, said) in ODD_INPUTS.items():
-        given = (x, valid) if rank == 1 else (rows(3), None)
-        with pytest.raises((InputError, PeerError)) as caught:
-            layer(*given)
-        assert type(caught.value) is (InputError if rank == 1 else PeerError), name
-        assert (said if rank == 1 else "rank 1 reported a fault") in str(caught.value), name
-    routing = Routing(expert_ids=torch.zeros(3, 2, dtype=torch.int64), weights=torch.ones(3, 2), num_experts=8)
-    with pytest.raises((InputError, PeerError)) as caught:
-        layer.dispatcher.dispatch(layer.dispatcher.dispatch_preprocess(rows(3) if rank == 0 else None, routing))
-    assert ("x must be a dense tensor" if rank == 1 else "rank 1 reported a fault") in str(caught.value)
-    assert layer(rows(3))[0].shape == (3, H), "all go on"
-
-
-@pytest.mark.parametrize("dispatcher", DISPATCHERS)
-def test_what_is_no_input_at_all_on_one_rank(pool: RankPool, dispatcher: str) -> None:
-    """Tencent-Hunyuan/UniRL#226: whatever one rank hands in, the others hear of it in the same call and all go on."""
-    pool.run(odd_input, dispatcher, num_ranks=2, timeout_s=30)
+# ---- lengths, padding, groups, collectives of gloo ----
 
 
 def lengths(group: dist.ProcessGroup, rank: int, dispatcher: str, steps: list[list[int]]) -> None:
@@ -349,24 +242,6 @@ def test_a_batch_without_sequences(pool: RankPool, dispatcher: str, level: str) 
     pool.run(no_sequences, dispatcher, level, num_ranks=2, timeout_s=20)
 
 
-def uneven_evaluation(group: dist.ProcessGroup, rank: int, dispatcher: str) -> None:
-    """3 batches here and 2 there: the rank with fewer fills up with empty ones."""
-    layer, alone = make(group, dispatcher=dispatcher).eval(), make(None).eval()
-    batches = [4, 4, 1] if rank == 0 else [4, 2]
-    most = torch.tensor(len(batches))
-    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-    with torch.no_grad():
-        for number in range(int(most)):
-            x = rows(batches[number] if number < len(batches) else 0, rank, number)
-            assert_near(layer(x)[0], alone(x)[0])
-
-
-@pytest.mark.parametrize("dispatcher", DISPATCHERS)
-def test_uneven_evaluation_with_empty_batches(pool: RankPool, dispatcher: str) -> None:
-    """microsoft/Tutel#182: every rank calls the layer equally often, and an empty batch is a call."""
-    pool.run(uneven_evaluation, dispatcher, num_ranks=2, timeout_s=20)
-
-
 def split_in_two(group: dist.ProcessGroup, rank: int, dispatcher: str, count: int) -> None:
     """Two micro-batches interleaved through the layer's parts, against one call; halves are uneven or empty."""
     layer, whole = (make(group, dispatcher=dispatcher, num_shared_experts=1, shared_intermediate_size=4) for _ in "ab")
@@ -389,9 +264,6 @@ def split_in_two(group: dist.ProcessGroup, rank: int, dispatcher: str, count: in
 def test_tokens_that_two_interleaved_micro_batches_do_not_divide(pool: RankPool, dispatcher: str, count: int) -> None:
     """pytorch/torchtitan#3193: T = 7, 1 and 0 in two parts."""
     pool.run(split_in_two, dispatcher, count, num_ranks=2, timeout_s=20)
-
-
-# ---- padding, groups, collectives of gloo ----
 
 
 def padded(group: dist.ProcessGroup, rank: int, dispatcher: str) -> int:
