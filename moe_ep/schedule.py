@@ -1,0 +1,251 @@
+"""The order in which one layer runs M micro-batches, as data: no tensor, no process group, nothing that runs.
+
+M = 2, a layer with experts; x resolve, A attention, R route, p pack, E experts, S shared, c counts, D dispatch,
+C combine, and the micro-batch behind each; C' belongs to the layer before. The host reads c before it issues D:
+
+    compute   x0 A0 R0 p0   x1 A1 R1 p1   E0      E1      S0 S1      x0 of the next layer waits for C0, ...
+    comm      C1'        D0            D1      C0      C1
+    side              c0            c1
+
+    forward   D0 runs beside A1, D1 beside E0, C0 beside E1, C1 beside S0, S1 and the next layer's A0
+    backward  S1 S0 E1 E0 | p1 R1 A1 x1 | p0 R0 A0 x0 on compute; transposes on comm in the order C1 C0 D1 D0
+
+The backward is no second table but the transpose of the forward (`transpose`): compute steps in reverse, and every
+communication's transpose launched where its consumer stood and awaited where its producer stood. That is what autograd
+makes of a start and a finish node, because it runs the newest node that is ready.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from .errors import RecipeError
+
+
+class Stream(enum.StrEnum):
+    """Where a step runs. A host step blocks the host: whatever is issued behind it runs after it.
+
+    Counts are said to travel on a side stream. A back end that sends them on the comm stream adds order and takes none
+    away, so what is proved here holds for it, too.
+    """
+
+    COMPUTE = "compute"
+    COMM = "comm"
+    SIDE = "side"
+    HOST = "host"
+
+
+class Kind(enum.StrEnum):
+    """What a step does with its micro-batch.
+
+    `counts` and `pack` happen inside `dispatch_preprocess`, `read` (counts on the host) at the start of `dispatch`; a
+    back end without them has nothing to do there.
+    """
+
+    RESOLVE = "resolve"  # combine_postprocess of the layer before, plus residual: the layer's input
+    ATTENTION = "attention"
+    ROUTE = "route"  # router, order of the routes
+    COUNTS = "counts"
+    PACK = "pack"
+    READ = "read"
+    DISPATCH = "dispatch"
+    EXPERTS = "experts"  # dispatch_postprocess, experts, combine_preprocess
+    COMBINE = "combine"
+    SHARED = "shared"  # shared experts or the MLP of a dense layer, and the residual sum
+
+
+class Key(NamedTuple):
+    """Names a step. `layer` counts from the layer that the schedule is for: -1 is the one before."""
+
+    kind: Kind
+    micro_batch: int
+    layer: int = 0
+    backward: bool = False
+
+    def __str__(self) -> str:
+        return f"{'d' if self.backward else ''}{self.kind} {self.micro_batch} of layer {self.layer}"
+
+
+class Value(NamedTuple):
+    """A tensor, or a group of them, that a step writes and others read; `grad_by`: that step's part of its gradient."""
+
+    name: str
+    micro_batch: int
+    layer: int = 0
+    grad_by: Kind | None = None
+
+
+# Staging memory of a lane, used again by the same micro-batch of the next layer; everything else is memory of its own.
+# `source` stands for rows received into memory of their own, which the experts keep for backward.
+LANE_VALUES = ("counts", "dispatch.send", "dispatch.recv", "combine.send", "combine.recv")
+_INTEGERS = ("ids", "counts", "splits")  # no gradient
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One step.
+
+    Attributes:
+        key: its name.
+        stream: where it runs; steps of a stream run in the order of the schedule.
+        waits: steps of other streams that must have ended before this one starts.
+        reads, writes: what it touches.
+    """
+
+    key: Key
+    stream: Stream
+    waits: tuple[Key, ...] = ()
+    reads: tuple[Value, ...] = ()
+    writes: tuple[Value, ...] = ()
+
+    def moved(self, layers: int) -> Step:
+        """The same step, `layers` layers further on."""
+        return replace(
+            self,
+            key=self.key._replace(layer=self.key.layer + layers),
+            waits=tuple(w._replace(layer=w.layer + layers) for w in self.waits),
+            reads=tuple(v._replace(layer=v.layer + layers) for v in self.reads),
+            writes=tuple(v._replace(layer=v.layer + layers) for v in self.writes),
+        )
+
+
+class _Row(NamedTuple):
+    stream: Stream
+    waits: str
+    reads: str
+    writes: str
+
+
+# names in `reads` with a leading "<" belong to the layer before, as does the wait of `resolve`
+_TABLE = {
+    Kind.RESOLVE: _Row(Stream.COMPUTE, "<combine", "<combine.recv <base", "x"),
+    Kind.ATTENTION: _Row(Stream.COMPUTE, "", "x", "h n"),
+    Kind.ROUTE: _Row(Stream.COMPUTE, "", "n", "ids weights"),
+    Kind.COUNTS: _Row(Stream.SIDE, "route", "ids", "counts"),
+    Kind.PACK: _Row(Stream.COMPUTE, "", "n ids weights", "dispatch.send"),
+    Kind.READ: _Row(Stream.HOST, "counts", "counts", "splits"),
+    Kind.DISPATCH: _Row(Stream.COMM, "pack", "dispatch.send splits", "dispatch.recv source"),
+    Kind.EXPERTS: _Row(Stream.COMPUTE, "dispatch", "dispatch.recv source splits", "combine.send"),
+    Kind.COMBINE: _Row(Stream.COMM, "experts", "combine.send splits", "combine.recv"),
+    Kind.SHARED: _Row(Stream.COMPUTE, "", "h n", "base"),
+}
+_SEND = (Kind.ROUTE, Kind.COUNTS, Kind.PACK, Kind.READ, Kind.DISPATCH)
+
+
+def _step(kind: Kind, micro_batch: int) -> Step:
+    stream, waits, reads, writes = _TABLE[kind]
+
+    def place(name: str) -> tuple[str, int, int]:
+        return name.removeprefix("<"), micro_batch, -1 if name.startswith("<") else 0
+
+    named = [place(name) for name in waits.split()]
+    return Step(
+        key=Key(kind, micro_batch),
+        stream=stream,
+        waits=tuple(Key(Kind(name), i, layer) for name, i, layer in named),
+        reads=tuple(Value(*place(name)) for name in reads.split()),
+        writes=tuple(Value(*place(name)) for name in writes.split()),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """The forward of one layer: what the executor walks through, step by step.
+
+    Attributes:
+        num_micro_batches: M.
+        dense: a layer without experts.
+        steps: in the order in which they are issued.
+        before: how many of the steps lie in front of the region that activation recompute runs twice.
+    """
+
+    num_micro_batches: int
+    dense: bool
+    steps: tuple[Step, ...]
+    before: int = 0
+
+
+def schedule(num_micro_batches: int, *, dense: bool = False, outside: Sequence[Kind] = ()) -> Schedule:
+    """The steps of one layer for M micro-batches, in the order in which they are issued.
+
+    Args:
+        num_micro_batches: M >= 1; M = 1 is the plain layer.
+        dense: a layer without experts. It runs each micro-batch's MLP at once: the combines of the layer before that
+            are still under way hide behind it.
+        outside: kinds that run for all micro-batches before anything else does, a leading part of (resolve, attention).
+
+    Raises:
+        RecipeError: M < 1, or `outside` is no such part.
+    """
+    head = (Kind.RESOLVE, Kind.ATTENTION)
+    if num_micro_batches < 1:
+        raise RecipeError(f"num_micro_batches must be at least 1, got {num_micro_batches}")
+    if tuple(outside) != head[: len(outside)]:
+        raise RecipeError(f"outside must be a leading part of {[*map(str, head)]}, got {[*map(str, outside)]}")
+    body = (Kind.SHARED,) if dense else _SEND
+    loops = [tuple(outside), head[len(outside) :] + body]
+    loops += [] if dense else [(Kind.EXPERTS, Kind.COMBINE), (Kind.SHARED,)]
+    steps = [_step(kind, i) for loop in loops for i in range(num_micro_batches) for kind in loop]
+    return Schedule(
+        num_micro_batches=num_micro_batches,
+        dense=dense,
+        steps=tuple(steps),
+        before=num_micro_batches * len(outside),
+    )
+
+
+def stack(layers: Iterable[Schedule]) -> tuple[Step, ...]:
+    """The forward of a stack of layers, and the resolves behind the last one (with the layer number behind it)."""
+    steps: list[Step] = []
+    count, number = 1, 0
+    for number, layer in enumerate(layers, 1):
+        count = layer.num_micro_batches
+        steps += [step.moved(number - 1) for step in layer.steps]
+    steps += [_step(Kind.RESOLVE, i).moved(number) for i in range(count)]
+    keys = {step.key for step in steps}
+    written = {value for step in steps for value in step.writes}
+    return tuple(  # what comes before the first layer, and what a dense layer does not do, is nobody's business
+        replace(
+            step,
+            waits=tuple(key for key in step.waits if key in keys),
+            reads=tuple(value for value in step.reads if value in written),
+        )
+        for step in steps
+    )
+
+
+def transpose(forward: Sequence[Step]) -> tuple[Step, ...]:
+    """The backward of a stack, in the order in which autograd issues it."""
+    by_key = {step.key: step for step in forward}
+    readers: dict[Value, list[Kind]] = {}
+    for step in forward:
+        for value in step.reads:
+            readers.setdefault(value, []).append(step.key.kind)
+    result = []
+    for step in reversed(forward):
+        if step.stream is not Stream.COMPUTE:
+            continue
+        fed = [s for s in forward if s.stream is Stream.COMM and step.key in s.waits and _has_gradient(s)]
+        result.append(_transposed(step, [s.key for s in fed], readers))
+        fed_by = [by_key[key] for key in step.waits if by_key[key].stream is Stream.COMM]
+        result += [_transposed(comm, [step.key], readers) for comm in fed_by]
+    return tuple(result)
+
+
+def _has_gradient(step: Step) -> bool:
+    return any(value.name not in _INTEGERS for value in step.writes)
+
+
+def _transposed(step: Step, waits: Sequence[Key], readers: dict[Value, list[Kind]]) -> Step:
+    kept = [v for v in (*step.reads, *step.writes) if v.name not in LANE_VALUES]
+    given = [v._replace(grad_by=kind) for v in step.writes for kind in readers.get(v, []) if v.name not in _INTEGERS]
+    return Step(
+        key=step.key._replace(backward=True),
+        stream=step.stream,
+        waits=tuple(key._replace(backward=True) for key in waits),
+        reads=(*given, *kept),
+        writes=tuple(v._replace(grad_by=step.key.kind) for v in step.reads if v.name not in _INTEGERS),
+    )
