@@ -53,6 +53,6 @@ def lost_peer(what: str, err: Exception) -> PeerError:
     if reason.startswith("[/"):  # gloo puts its own source line in front
         reason = reason.partition("] ")[2] or reason
     return PeerError(
-        f"{what}: communication with the other ranks failed ({reason}). A rank was lost, stopped, or did not make the "
-        "same call; look at the first error among all ranks"
+        f"{what}: communication with the other ranks failed ({reason}). A rank was lost, took longer than the group's "
+        "timeout, or did not make the same call; look at the first error among all ranks"
     )
