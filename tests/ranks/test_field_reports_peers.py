@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -44,22 +43,22 @@ def assert_near(got: Tensor, want: Tensor) -> None:
     assert (got - want).double().norm() <= 2e-6 * want.double().norm() + 1e-12
 
 
-def attempt(act: Callable[[], object]) -> tuple[str, float]:
-    began = time.monotonic()
-    try:
+def refusal(act: Callable[[], object]) -> str:
+    with pytest.raises(PeerError) as caught:
         act()
-    except PeerError as err:
-        return str(err), time.monotonic() - began
-    return "nothing was raised", 0.0
+    return str(caught.value)
 
 
 def fail(*_: object) -> None:
     raise ZeroDivisionError
 
 
-def absent(group: dist.ProcessGroup, rank: int, dispatcher: str, phase: str) -> tuple[str, float]:
-    """Rank 1 sleeps through the collective of one phase; the group waits for a second."""
-    short = dist.new_group([0, 1], timeout=timedelta(seconds=1), use_local_synchronization=True)
+def absent(group: dist.ProcessGroup, rank: int, dispatcher: str, phase: str) -> str:
+    """Rank 1 lives on but does not come to the collective of one phase; the group waits for a moment."""
+    make(None)(rows(1))  # what a first forward imports takes longer than a second
+    dist.barrier(group=group)
+    seconds = 3 if phase in ("experts", "backward") else 1  # these two have exchanges before, on a busy machine
+    short = dist.new_group([0, 1], timeout=timedelta(seconds=seconds), use_local_synchronization=True)
     layer = None if phase == "construction" else make(short, dispatcher=dispatcher)
     y = layer(rows(3))[0] if layer and phase == "backward" else None
     if rank == 1:
@@ -67,14 +66,13 @@ def absent(group: dist.ProcessGroup, rank: int, dispatcher: str, phase: str) -> 
             layer.experts.forward = fail  # type: ignore[method-assign]
             with pytest.raises(ZeroDivisionError):
                 layer(rows(3))
-        time.sleep(2.5)
-        return "", 0.0
+        return ""
     if layer is None:
-        return attempt(lambda: make(short, dispatcher=dispatcher))
+        return refusal(lambda: make(short, dispatcher=dispatcher))
     if phase == "fault record":
         layer.dispatcher.faults(CPU)
-        return attempt(layer.dispatcher.raise_if_faulted)
-    return attempt((lambda: layer(rows(3))) if y is None else y.sum().backward)
+        return refusal(layer.dispatcher.raise_if_faulted)
+    return refusal((lambda: layer(rows(3))) if y is None else y.sum().backward)
 
 
 PHASES = {
@@ -93,10 +91,10 @@ def test_a_rank_that_does_not_come_is_an_error_that_names_the_phase(
 ) -> None:
     """microsoft/Tutel#182, NVIDIA/Model-Optimizer#1966, yiqiao-yin/deepspeed-course#28: evaluation on one rank only;
     NVIDIA/TensorRT-LLM#17376: a rank that is slower than the timeout, which is the group's own."""
-    (message, took), _ = pool.run(absent, dispatcher, phase, num_ranks=2, timeout_s=30)
+    message, _ = pool.run(absent, dispatcher, phase, num_ranks=2, timeout_s=30)
     wanted = PHASES[phase].format(early="counts" if dispatcher == "all2all" else "ids")
     assert message.startswith(f"{wanted}: communication with the other ranks failed (")
-    assert "did not make the same call" in message and took < 2.5
+    assert "took longer than the group's timeout, or did not make the same call" in message
 
 
 def train_here_evaluate_there(group: dist.ProcessGroup, rank: int, dispatcher: str) -> None:
