@@ -1,8 +1,9 @@
 """The boundary of torch.compile: what runs as it stands inside a compiled model.
 
 Row counts change with every batch, and a trace would bake them in, guard on them or fail. The stages of a dispatcher,
-routed experts and the layer around them are therefore left out of every graph; a compiled model breaks its graph there
-and is traced on both sides. Routers and shared experts may be compiled, one by one.
+the movement of rows, routed experts and the layer around them are therefore left out of every graph; a compiled model
+breaks its graph there and is traced on both sides. Routers and shared experts may be compiled, one by one.
+(torch 2.11 traces `gather_rows` without an error and then returns zero gradients; 2.13 does not.)
 """
 
 from __future__ import annotations

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from .eager import eager
+
 
 def _gather(x_UH: Tensor, row_index_N: Tensor) -> Tensor:
     """rows [N, ...]; a row whose index is -1 is zero."""
@@ -67,6 +69,7 @@ class _SumRows(torch.autograd.Function):
         return _gather(grads[0], row_index_N), None, None
 
 
+@eager
 def gather_rows(x_UH: Tensor, row_index_N: Tensor, positions_UJ: Tensor) -> Tensor:
     """rows[n] = x[row_index[n]], zero where the index is -1; differentiable in x.
 
@@ -82,6 +85,7 @@ def gather_rows(x_UH: Tensor, row_index_N: Tensor, positions_UJ: Tensor) -> Tens
     return _GatherRows.apply(x_UH, row_index_N, positions_UJ)
 
 
+@eager
 def sum_rows(rows_NH: Tensor, row_index_N: Tensor, positions_TJ: Tensor) -> Tensor:
     """y[t] = sum_j rows[positions[t, j]] in float32 with j ascending, rounded once; the transpose of `gather_rows`.
 
