@@ -11,6 +11,7 @@ from .dispatch import (
     known_dispatchers,
     register_dispatcher,
 )
+from .domino import DominoLayer, DominoStack, Pending
 from .errors import (
     CapacityError,
     CheckpointError,
@@ -36,6 +37,8 @@ __all__ = [
     "CheckpointError",
     "DispatchConfig",
     "Dispatcher",
+    "DominoLayer",
+    "DominoStack",
     "ExpertInput",
     "InputError",
     "LayoutStats",
@@ -45,6 +48,7 @@ __all__ = [
     "MoELayer",
     "NonFiniteError",
     "PeerError",
+    "Pending",
     "PlanError",
     "ProtocolError",
     "RecipeError",

@@ -138,6 +138,13 @@ class MoELayer(nn.Module):
     @eager
     def launch_dispatch(self, x: Tensor, valid: Tensor | None = None, *, micro_batch: int = 0) -> LayerFlight:
         """Router, dispatch_preprocess, dispatch."""
+        flight = self.prepare(x, valid, micro_batch=micro_batch)
+        self.dispatcher.dispatch(flight.ticket)
+        return flight
+
+    @eager
+    def prepare(self, x: Tensor, valid: Tensor | None = None, *, micro_batch: int = 0) -> LayerFlight:
+        """Router, dispatch_preprocess; `dispatcher.dispatch(flight.ticket)` is next."""
         try:
             x_TH, routing, router_aux = self._route(x, valid)
         except Exception:
@@ -146,7 +153,6 @@ class MoELayer(nn.Module):
             self.dispatcher.announce_failure(device, layer=self.layer_index, micro_batch=micro_batch)
             raise
         ticket = self.dispatcher.dispatch_preprocess(x_TH, routing, layer=self.layer_index, micro_batch=micro_batch)
-        self.dispatcher.dispatch(ticket)
         return LayerFlight(x=x, ticket=ticket, router_aux=router_aux)
 
     def _route(self, x: Tensor, valid: Tensor | None) -> tuple[Tensor, Routing, RouterAux]:
@@ -163,10 +169,15 @@ class MoELayer(nn.Module):
     @eager
     def launch_combine(self, flight: LayerFlight) -> None:
         """dispatch_postprocess, experts, combine_preprocess, combine."""
+        self.compute(flight)
+        self.dispatcher.combine(flight.ticket)
+
+    @eager
+    def compute(self, flight: LayerFlight) -> None:
+        """dispatch_postprocess, experts, combine_preprocess; `dispatcher.combine(flight.ticket)` is next."""
         expert_input = self.dispatcher.dispatch_postprocess(flight.ticket)
         y_NH = self.experts(expert_input)
         self.dispatcher.combine_preprocess(flight.ticket, y_NH)
-        self.dispatcher.combine(flight.ticket)
 
     def run_shared(self, x: Tensor) -> Tensor | None:
         """The shared experts' output [..., H], None where there are none."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moe_ep.config import DTYPES, MoEConfig, require
+from moe_ep.domino import DominoLayer
 from moe_ep.layer import MoEAux, MoELayer, moe_layers
 
 from .attention import Attention, Rotary
@@ -122,11 +123,10 @@ class DenseMLP(nn.Module):
         return self.down(F.silu(gate) * up)
 
 
-class DecoderLayer(nn.Module):
-    """One layer, whole (`forward`) or in the pieces that a scheduler of several micro-batches interleaves.
+class DecoderLayer(DominoLayer):
+    """One layer, whole or in the pieces that Domino interleaves: x [B, T, H], valid [B, T]; see DominoLayer.
 
-    Pieces: `attention(x)` gives the residual stream and its normalised copy n; the stages of `moe` (the MoELayer, None
-    in a dense layer) and `shared(n)` (what needs no dispatcher: dense MLP or shared experts) give what is added to it.
+    `moe` is the MoELayer, None in a dense layer; `shared` is the dense MLP or the shared experts.
     """
 
     def __init__(self, config: ModelConfig, moe: MoEConfig, index: int, rotary: Rotary, group: Group = None) -> None:
@@ -141,26 +141,14 @@ class DecoderLayer(nn.Module):
         self.mlp = DenseMLP(size, config.intermediate_size, dtype) if dense else None
         self.moe = None if dense else MoELayer(moe, group, layer_index=index)
 
-    def attention(self, x_BTH: Tensor) -> tuple[Tensor, Tensor]:
+    def attention(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(h, n), [B, T, H] each: the residual stream after attention, and its norm, which experts and MLP read."""
-        h = x_BTH + self.attn(self.input_norm(x_BTH))
+        h = x + self.attn(self.input_norm(x))
         return h, self.post_norm(h)
 
-    def shared(self, n_BTH: Tensor) -> Tensor | None:
+    def shared(self, n: Tensor) -> Tensor | None:
         """Output of the dense MLP or of the shared experts, [B, T, H]; None where the layer has neither."""
-        if self.mlp is not None:
-            return self.mlp(n_BTH)
-        assert self.moe is not None
-        return self.moe.run_shared(n_BTH)
-
-    def forward(self, x_BTH: Tensor, valid_BT: Tensor | None = None) -> tuple[Tensor, MoEAux | None]:
-        """(y [B, T, H], what its router says or None). Tokens with valid False visit no routed expert."""
-        h, n = self.attention(x_BTH)
-        if self.mlp is not None:
-            return h + self.mlp(n), None
-        assert self.moe is not None
-        y, aux = self.moe(n, valid_BT)
-        return h + y, aux
+        return super().shared(n) if self.mlp is None else self.mlp(n)
 
 
 class Decoder(nn.Module):

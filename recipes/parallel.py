@@ -84,7 +84,7 @@ def set_last_micro_batch(model: nn.Module, last: bool) -> None:
 
 
 def recompute(model: nn.Module, mode: str, context_fn: Callable[[], Any]) -> int:
-    """Recompute whole layers ("layer") or MoE layers ("moe") in backward; returns how many modules it wrapped.
+    """Recompute whole layers ("layer") or MoE layers ("moe") in backward; returns how many layers do so.
 
     Args:
         model: a Decoder, before or after `shard`.
@@ -96,9 +96,9 @@ def recompute(model: nn.Module, mode: str, context_fn: Callable[[], Any]) -> int
     """
     if mode == "none":
         return 0
-    chosen = [layer if mode == "layer" else layer.moe for layer in _layers(model)]
-    chosen = [module for module in chosen if module is not None]
+    chosen = [layer for layer in _layers(model) if mode == "layer" or layer.moe is not None]
     require(bool(chosen), f"train.recompute = {mode!r} matched no module of this model; use 'layer' or 'none'")
-    for module in chosen:
-        module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False, context_fn=context_fn)
+    region = functools.partial(checkpoint, use_reentrant=False, context_fn=context_fn)
+    for layer in chosen:
+        layer.recompute_in(region, attention=mode == "layer")
     return len(chosen)

@@ -164,12 +164,12 @@ def test_pieces_give_what_forward_gives() -> None:
     x = model.embed(some_ids(2, 6))
     for layer in model.layers:
         h, n = layer.attention(x)
-        added = layer.shared(n)
+        y = h + layer.shared(n)
         if layer.moe is not None:
             flight = layer.moe.launch_dispatch(n)
             layer.moe.launch_combine(flight)
-            added = layer.moe.resolve(flight) + added
-        x, expected = h + added, layer(x)[0]
+            y = y + layer.moe.resolve(flight)
+        x, expected = y, layer(x)[0]
         assert torch.equal(x, expected)
     without = decoder()
     assert without.layers[1].shared(torch.zeros(1, 1, 32)) is None

@@ -1,0 +1,286 @@
+"""Domino: a layer takes M micro-batches together, so that communication of one hides behind computation of the others.
+
+`moe_ep.schedule` says in which order, and the executor here walks through that very object. A layer does not wait for
+its last communications: it returns `Pending` outputs, and whoever needs one resolves it. Between layers that is the
+next layer, right before its attention, so the last combine of a layer hides behind the next layer's first attention.
+
+    stack = DominoStack(layers)                     # DominoLayers: attention, moe, shared
+    ys, auxes = stack([x0, x1])                     # M = 2; M = 1 is the plain model
+    (loss(ys[0]) + loss(ys[1])).backward()          # one backward for all, or nothing interleaves in backward
+
+All ranks of an expert-parallel group pass the same M. Values do not depend on M: outputs, losses, counters and each
+micro-batch's own gradients are those of M = 1, bit for bit where the operations are deterministic. What is summed over
+micro-batches is summed in a fixed order: autograd reaches the last micro-batch first, so a parameter used once in each
+gets ((g[M-1] + g[M-2]) + ... + g[0]), and that is added to what its `.grad` held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from .dispatch.base import Dispatcher
+from .dispatch.ticket import Stage, Ticket
+from .errors import InputError, ProtocolError, RecipeError
+from .layer import LayerFlight, MoEAux, MoELayer
+from .schedule import Kind, Schedule, Step, schedule
+
+Region = Callable[..., Any]  # region(fn, *tensors) runs fn(*tensors), such as torch.utils.checkpoint.checkpoint
+
+
+@dataclass(slots=True, kw_only=True)
+class Pending:
+    """An output of a layer that may still be under way.
+
+    A dataclass of tensors, because FSDP2 has to find and replace the tensors that a module takes and returns: what
+    `resolve` works on are the tensors found here, not those that the ticket was last seen with.
+
+    Attributes:
+        base: [..., H], what is here already: the residual stream, plus shared experts or MLP.
+        in_flight: the tensors of the routed experts' results on their way; not valid before `resolve`.
+        ticket, dispatcher: of the micro-batch; None where nothing is under way.
+    """
+
+    base: Tensor
+    in_flight: tuple[Tensor, ...] = ()
+    ticket: Ticket | None = None
+    dispatcher: Dispatcher | None = None
+
+    def resolve(self) -> Tensor:
+        """Wait for the combine and add it up: the layer's output [..., H]. Once for each pending output.
+
+        Raises:
+            ProtocolError: it was resolved before; so it seems, too, in the second pass of an activation checkpoint
+                around it.
+            PeerError: the combine failed on the way.
+        """
+        if self.ticket is None or self.dispatcher is None:
+            return self.base
+        if self.ticket.stage is Stage.RELEASED:
+            raise ProtocolError(
+                f"{self.ticket.where}: its pending output was resolved before; resolve each one once, and outside of "
+                "activation checkpoints (DominoLayer.recompute_in checkpoints a layer)"
+            )
+        self.ticket.payload, self.in_flight = self.in_flight, ()  # nobody else needs these rows again
+        return self.base + self.dispatcher.combine_postprocess(self.ticket).view(self.base.shape)
+
+
+pytree.register_dataclass(Pending)  # for FSDP2 before torch 2.13, see Routing
+
+Group = tuple[list[Pending], list[MoEAux | None]]
+
+
+class DominoLayer(nn.Module):
+    """A decoder layer in the pieces that can be interleaved. Derive from it, set `moe`, write the two methods.
+
+    Called with a tensor it is the plain layer: (x [..., H], valid) to (y [..., H], MoEAux or None). Called with M
+    pending outputs it gives M pending outputs and M MoEAux. Both are one code path. Hooks on the module's call, such as
+    FSDP2's, see either.
+    """
+
+    moe: MoELayer | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._region: Region | None = None
+        self._outside: tuple[Kind, ...] = ()
+
+    def attention(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(h, n), [..., H] each: the residual stream after attention, and its norm, which experts and MLP read."""
+        raise NotImplementedError(f"{type(self).__name__} must define attention")
+
+    def shared(self, n: Tensor) -> Tensor | None:
+        """What needs no dispatcher: output of the MLP or of the shared experts, [..., H]; None where there is none."""
+        return None if self.moe is None else self.moe.run_shared(n)
+
+    def recompute_in(self, region: Region | None, *, attention: bool = True) -> None:
+        """Run the layer's computation inside `region`, which may run it again in backward.
+
+        The routes must be replayed: `functools.partial(checkpoint, use_reentrant=False,
+        context_fn=recompute_context_fn)`. What is pending is resolved outside; all M of them first, since one region
+        holds all M micro-batches. The second pass dispatches again, but combines nothing: nobody needs that.
+
+        Args:
+            region: None: nothing is recomputed.
+            attention: False: only from the router on.
+        """
+        self._region = region
+        self._outside = () if region is None else (Kind.RESOLVE,) if attention else (Kind.RESOLVE, Kind.ATTENTION)
+
+    @overload
+    def forward(self, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, MoEAux | None]: ...
+
+    @overload
+    def forward(self, x: Sequence[Pending], valid: Sequence[Tensor | None] | None = None) -> Group: ...
+
+    def forward(self, x: Any, valid: Any = None) -> Any:
+        """See the class. `valid` bool [...] (for each micro-batch): tokens with False visit no routed expert."""
+        if isinstance(x, Tensor):
+            (pending,), (aux,) = self._run([Pending(base=x)], [valid])
+            return pending.resolve(), aux
+        return self._run(list(x), [None] * len(x) if valid is None else list(valid))
+
+    def _run(self, inputs: list[Pending], valid: list[Tensor | None]) -> Group:
+        plan = schedule(len(inputs), dense=self.moe is None, outside=self._outside)
+        run = _Run(self, inputs, valid)
+        run.walk(plan.steps[: plan.before])
+        if self._region is None:
+            run.walk(plan.steps[plan.before :])
+            return run.results()
+        return _recomputed(self._region, run, plan)
+
+
+class _Run:
+    """One walk of M micro-batches through one layer."""
+
+    def __init__(self, layer: DominoLayer, inputs: Sequence[Pending], valid: Sequence[Tensor | None]) -> None:
+        self.layer, self.valid = layer, valid
+        self.inputs = dict(enumerate(inputs))
+        self.x: dict[int, Tensor] = {}
+        self.h: dict[int, Tensor] = {}
+        self.n: dict[int, Tensor] = {}
+        self.base: dict[int, Tensor] = {}
+        self.flights: dict[int, LayerFlight] = {}
+
+    def walk(self, steps: Iterable[Step], *, again: bool = False) -> None:
+        """Take the steps in order. `again`: of a region's second pass, whose results nobody sees."""
+        for step in steps:
+            if not (again and step.key.kind is Kind.COMBINE):
+                _DO[step.key.kind](self, step.key.micro_batch)
+
+    def results(self) -> Group:
+        """Pending outputs and what the routers said."""
+        moe = self.layer.moe
+        if moe is None:
+            return [Pending(base=self.base[i]) for i in sorted(self.base)], [None] * len(self.base)
+        pending = [self._pending(moe, i) for i in sorted(self.base)]
+        return pending, [moe.aux_of(self.flights[i]) for i in sorted(self.base)]
+
+    def _pending(self, moe: MoELayer, i: int) -> Pending:
+        ticket = self.flights[i].ticket
+        payload, ticket.payload = ticket.payload, ()  # one owner: FSDP2 may put others in their place
+        return Pending(base=self.base[i], in_flight=payload, ticket=ticket, dispatcher=moe.dispatcher)
+
+    @property
+    def _moe(self) -> MoELayer:
+        assert self.layer.moe is not None, "a dense layer has no such step"
+        return self.layer.moe
+
+    def resolve(self, i: int) -> None:
+        self.x[i] = self.inputs.pop(i).resolve()
+
+    def attention(self, i: int) -> None:
+        self.h[i], self.n[i] = self.layer.attention(self.x.pop(i))
+
+    def route(self, i: int) -> None:
+        self.flights[i] = self._moe.prepare(self.n[i], self.valid[i], micro_batch=i)
+
+    def dispatch(self, i: int) -> None:
+        self._moe.dispatcher.dispatch(self.flights[i].ticket)
+
+    def experts(self, i: int) -> None:
+        self._moe.compute(self.flights[i])
+
+    def combine(self, i: int) -> None:
+        self._moe.dispatcher.combine(self.flights[i].ticket)
+
+    def shared(self, i: int) -> None:
+        h, added = self.h.pop(i), self.layer.shared(self.n.pop(i))
+        self.base[i] = h if added is None else h + added
+
+    def inside(self) -> _Run:
+        """A walk that goes on from here, and leaves this one as it is."""
+        other = _Run(self.layer, (), self.valid)
+        other.x, other.h, other.n = dict(self.x), dict(self.h), dict(self.n)
+        return other
+
+
+def _inside_another(run: _Run, i: int) -> None:
+    """Steps that a stage of the dispatcher takes by itself: counts and pack in route, read in dispatch."""
+
+
+_DO: dict[Kind, Callable[[_Run, int], None]] = {
+    Kind.RESOLVE: _Run.resolve,
+    Kind.ATTENTION: _Run.attention,
+    Kind.ROUTE: _Run.route,
+    Kind.COUNTS: _inside_another,
+    Kind.PACK: _inside_another,
+    Kind.READ: _inside_another,
+    Kind.DISPATCH: _Run.dispatch,
+    Kind.EXPERTS: _Run.experts,
+    Kind.COMBINE: _Run.combine,
+    Kind.SHARED: _Run.shared,
+}
+
+
+def _recomputed(region: Region, start: _Run, plan: Schedule) -> Group:
+    """The steps of a region, which calls `body` now and perhaps again in backward."""
+    passes = 0
+
+    def body(*_: Tensor) -> Group | None:
+        nonlocal passes
+        passes += 1
+        run, again = start.inside(), passes > 1
+        run.walk(plan.steps[plan.before :], again=again)
+        return None if again else run.results()
+
+    return region(body, *start.x.values(), *start.h.values(), *start.n.values())
+
+
+def launch(
+    layers: Iterable[nn.Module], xs: Sequence[Tensor], valid: Sequence[Tensor | None] | None = None
+) -> tuple[list[Pending], list[list[MoEAux]]]:
+    """Run M micro-batches through DominoLayers. The outputs are pending, so what follows can hide the last combine.
+
+    Args:
+        layers: each is called with M pending outputs.
+        xs: M tensors [..., H], of any number of tokens each.
+        valid: M masks bool [...] or None.
+
+    Returns:
+        M pending outputs, and for each micro-batch the MoEAux of every layer with experts.
+
+    Raises:
+        InputError: no micro-batch, or another number of masks.
+    """
+    if not xs or (valid is not None and len(valid) != len(xs)):
+        masks = "" if valid is None else f" and {len(valid)} masks"
+        raise InputError(f"got {len(xs)} micro-batches{masks}; give at least one, and one mask (or None) for each")
+    pending, auxes = [Pending(base=x) for x in xs], [list[MoEAux]() for _ in xs]
+    for layer in layers:
+        pending, said = layer(pending, valid)
+        for collected, aux in zip(auxes, said, strict=True):
+            collected += [] if aux is None else [aux]
+    return pending, auxes
+
+
+class DominoStack(nn.Module):
+    """DominoLayers one after the other: M tensors to M tensors.
+
+    Args:
+        layers: modules with the pieces of `DominoLayer`.
+
+    Raises:
+        RecipeError: a module without them.
+    """
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        for number, layer in enumerate(self.layers):
+            missing = [name for name in ("attention", "shared", "moe") if not hasattr(layer, name)]
+            if missing:
+                raise RecipeError(
+                    f"layer {number} ({type(layer).__name__}) has no {', '.join(missing)}; derive it from DominoLayer"
+                )
+
+    def forward(
+        self, xs: Sequence[Tensor], valid: Sequence[Tensor | None] | None = None
+    ) -> tuple[list[Tensor], list[list[MoEAux]]]:
+        """See `launch`; here everything is resolved."""
+        pending, auxes = launch(self.layers, xs, valid)
+        return [output.resolve() for output in pending], auxes

@@ -1,0 +1,192 @@
+"""Domino on gloo ranks: values and gradients against the serial run, order, recompute, FSDP2. All bit for bit."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from moe_ep import DominoStack, moe_layers
+from moe_ep.recompute import recompute_context_fn
+from moe_ep.schedule import Kind, Step, Stream, schedule, stack, transpose
+from moe_ep.testing.ranks import RankPool
+from tests.ranks.small_stack import inputs, loads, loss_of, masks, recorded, same, small_stack
+
+GROUPED = dict(dispatcher="agrs", router="grouped", num_groups=2, top_k=2)
+CONFIGS: dict[str, dict[str, Any]] = {
+    "all2all": {},
+    "agrs": dict(dispatcher="agrs"),
+    "agrs grouped": GROUPED,
+    "sigmoid loop": dict(router="sigmoid", bias_update_rate=0.001, experts="loop"),
+}
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(2, timeout_s=120) as ranks:
+        yield ranks
+
+
+def each_alone(model: DominoStack, xs: list[Tensor]) -> tuple[list[Any], list[Any], Tensor]:
+    """Outputs with their MoEAux, own gradients, and counters of one micro-batch after the other (M = 1)."""
+    outputs, gradients, before = [], [], loads(model)
+    for x, mask in zip(xs, masks(xs), strict=True):
+        (y,), (auxes,) = model([x], [mask])
+        leaves = [x, *model.parameters()]
+        gradients.append(torch.autograd.grad(loss_of(y, auxes), leaves, allow_unused=True))
+        outputs.append((y.detach(), [plain(aux) for aux in auxes]))
+    return outputs, gradients, loads(model) - before
+
+
+def plain(aux: Any) -> list[Tensor]:
+    return [getattr(aux, name).detach() for name in aux.__dataclass_fields__]
+
+
+def together(model: DominoStack, xs: list[Tensor]) -> tuple[list[Any], list[Tensor], Tensor]:
+    """The same interleaved: outputs, losses with their graph, counters."""
+    before = loads(model)
+    ys, auxes = model(xs, masks(xs))
+    outputs = [(y.detach(), [plain(aux) for aux in said]) for y, said in zip(ys, auxes, strict=True)]
+    return outputs, [loss_of(y, said) for y, said in zip(ys, auxes, strict=True)], loads(model) - before
+
+
+def compare(model: DominoStack, rank: int, num: int) -> None:
+    """Everything that Domino may not change."""
+    xs = inputs(rank, num)
+    want_outputs, own, want_loads = each_alone(model, xs)
+    outputs, losses, counted = together(model, xs)
+    same(outputs, want_outputs, "outputs and MoEAux")
+    same(counted, want_loads, "counters")
+    parameters = list(model.parameters())
+    for i, loss in enumerate(losses):
+        alone = torch.autograd.grad(loss, [xs[i], *parameters], allow_unused=True, retain_graph=True)
+        same(alone, own[i], f"gradients of micro-batch {i}")
+    for x in xs:
+        x.grad = None
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    torch.stack(losses).sum().backward()
+    same([x.grad for x in xs], [gradients[0] for gradients in own], "gradients of the inputs")
+    for place, parameter in enumerate(parameters):
+        parts = [gradients[1 + place] for gradients in own]
+        same(parameter.grad, torch.ones_like(parameter) + descending_sum(parts), f"sum of parameter {place}")
+        serial = torch.ones_like(parameter)
+        for part in parts:
+            serial += part
+        assert (parameter.grad - serial).norm() <= 1e-6 * serial.norm()
+
+
+def descending_sum(parts: Sequence[Tensor]) -> Tensor:
+    total = parts[-1]
+    for part in parts[-2::-1]:
+        total = total + part
+    return total
+
+
+def body_equal(group: dist.ProcessGroup, rank: int, changes: dict[str, Any], num: int) -> None:
+    compare(small_stack(group, changes), rank, num)
+
+
+@pytest.mark.parametrize("num", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_values_do_not_depend_on_m(pool: RankPool, name: str, num: int) -> None:
+    pool.run(body_equal, CONFIGS[name], num)
+
+
+@pytest.mark.parametrize("dispatcher", ["local", "all2all", "agrs"])
+def test_values_do_not_depend_on_m_on_one_rank(dispatcher: str) -> None:
+    for num in (1, 3):
+        compare(small_stack(None, dict(dispatcher=dispatcher)), 0, num)
+
+
+def body_no_grad(group: dist.ProcessGroup, rank: int, num: int) -> None:
+    model = small_stack(group).eval()
+    xs = inputs(rank, num)
+    with torch.no_grad():
+        alone = [model([x])[0][0] for x in xs]
+        ys, _ = model(xs)
+    same(ys, alone, "outputs under no_grad")
+    assert not any(y.requires_grad for y in ys)
+    assert loads(model).sum() == 0, "evaluation counts nothing"
+
+
+@pytest.mark.parametrize("num", [2, 4])
+def test_no_grad(pool: RankPool, num: int) -> None:
+    pool.run(body_no_grad, num)
+
+
+def told(steps: Sequence[Step]) -> list[str]:
+    """What `recorded` notes when these steps are taken."""
+    notes = []
+    for step in steps:
+        key = step.key
+        d = "d" if key.backward else ""
+        where = f"{key.layer}.{key.micro_batch}"
+        waits = [w for w in step.waits if w.kind in (Kind.DISPATCH, Kind.COMBINE)]
+        if step.stream is Stream.COMPUTE:
+            notes += [f"wait {d}{w.kind} {w.layer}.{w.micro_batch}" for w in waits]
+        if key.kind in (Kind.ATTENTION, Kind.EXPERTS, Kind.SHARED):
+            notes.append(f"{d}{key.kind} {where}")
+        if key.kind in (Kind.DISPATCH, Kind.COMBINE):
+            notes.append(f"launch {d}{key.kind} {where}")
+    return notes
+
+
+def body_order(group: dist.ProcessGroup, rank: int, num: int) -> tuple[list[str], list[str]]:
+    model = small_stack(group, dense=(False, False, True, False, False))
+    xs = inputs(rank, num)
+    with recorded(model) as log:
+        _, losses, _ = together(model, xs)
+        forward = log[:]
+        log.clear()
+        torch.stack(losses).sum().backward()
+        return forward, log[:]
+
+
+@pytest.mark.parametrize("num", [1, 2, 3, 4])
+def test_the_recorded_order_is_the_schedule_both_ways(pool: RankPool, num: int) -> None:
+    steps = stack([schedule(num, dense=dense) for dense in (False, False, True, False, False)])
+    bare = "shared 4."  # the last layer has no shared experts, so nothing is noted there
+    forward = [line for line in told(steps) if not line.startswith(bare)]
+    backward = [line for line in told(transpose(steps)) if not line.startswith(f"d{bare}")]
+    assert len(forward) > 20 * num
+    for got in pool.run(body_order, num):
+        assert got == (forward, backward)
+
+
+def body_recompute(group: dist.ProcessGroup, rank: int, num: int, attention: bool, early_stop: bool) -> list[int]:
+    """Launches of (counts and dispatch, combine) in forward and in backward."""
+    model = small_stack(group)
+    region = functools.partial(checkpoint, use_reentrant=False, context_fn=recompute_context_fn)
+    with set_checkpoint_early_stop(early_stop):
+        plain_model = small_stack(group)
+        want, own, want_loads = each_alone(plain_model, inputs(rank, num))
+        for layer in model.layers:
+            layer.recompute_in(region, attention=attention)  # type: ignore[operator]
+        xs = inputs(rank, num)
+        with recorded(model) as log:
+            outputs, losses, counted = together(model, xs)
+            torch.stack(losses).sum().backward()
+            notes = log[:]
+        same((outputs, counted), (want, want_loads), "outputs and counters")
+        same([x.grad for x in xs], [gradients[0] for gradients in own], "gradients of the inputs")
+        for place, parameter in enumerate(model.parameters()):
+            same(parameter.grad, descending_sum([g[1 + place] for g in own]), f"sum of parameter {place}")
+    assert all(layer.dispatcher.lanes.num_free == layer.dispatcher.lanes.num_lanes for layer in moe_layers(model))
+    return [sum(f"launch {kind}" in line for line in notes) for kind in ("dispatch", "combine", "ddispatch")]
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("attention", [True, False])
+@pytest.mark.parametrize("num", [1, 2, 3])
+def test_recompute_changes_nothing_and_combines_once(
+    pool: RankPool, num: int, attention: bool, early_stop: bool
+) -> None:
+    for launches in pool.run(body_recompute, num, attention, early_stop):
+        assert launches == [2 * 2 * num, 2 * num, 2 * num], "two layers with experts; dispatch again, combine not"

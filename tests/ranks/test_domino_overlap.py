@@ -1,0 +1,161 @@
+"""Domino hides communication: slow collectives on a thread of their own, computation that lasts, gloo ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree as pytree
+
+from moe_ep import InputError, NonFiniteError, Pending, ProtocolError, RecipeError, domino, moe_layers
+from moe_ep.domino import DominoLayer, DominoStack, launch
+from moe_ep.schedule import schedule
+from moe_ep.testing.ranks import RankPool
+from tests.ranks.small_stack import inputs, loss_of, recorded, slow_collectives, small_stack
+
+DELAY_S, NAP_S = 0.05, 0.1
+LAYERS = (False, False)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(2, timeout_s=120) as ranks:
+        yield ranks
+
+
+def timed(model: DominoStack, groups: list[list[torch.Tensor]]) -> tuple[float, float, int, int]:
+    """Seconds of forward and of backward of all groups; collectives in each."""
+    forward_s = backward_s = 0.0
+    with slow_collectives(DELAY_S) as works:
+        forward = backward = 0
+        for xs in groups:
+            begin, seen = time.perf_counter(), len(works)
+            ys, auxes = model(xs)
+            losses = torch.stack([loss_of(y, said) for y, said in zip(ys, auxes, strict=True)]).sum()
+            middle, launched = time.perf_counter(), len(works)
+            losses.backward()
+            backward_s += time.perf_counter() - middle
+            forward_s += middle - begin
+            forward += launched - seen
+            backward += len(works) - launched
+    return forward_s, backward_s, forward, backward
+
+
+def body_overlap(group: dist.ProcessGroup, rank: int) -> tuple[float, float]:
+    """Hidden share of the injected time, forward and backward."""
+    model = small_stack(group, dense=LAYERS)
+    for layer in model.layers:
+        layer.log, layer.nap_s = [], NAP_S  # type: ignore[assignment]
+    xs = inputs(rank, 2)
+    model(xs)  # whatever the first call sets up is no part of the figures
+    serial = timed(model, [[x] for x in xs])
+    split = timed(model, [xs])
+    per_layer = 2 * len(LAYERS)  # micro-batches times layers
+    # counts, rows, weights and results one way each; gradients of results, rows and weights
+    assert serial[2:] == split[2:] == (4 * per_layer, 3 * per_layer)
+    injected = serial[2] * DELAY_S, serial[3] * DELAY_S
+    return (serial[0] - split[0]) / injected[0], (serial[1] - split[1]) / injected[1]
+
+
+def test_two_micro_batches_hide_communication(pool: RankPool) -> None:
+    for forward, backward in pool.run(body_overlap):
+        assert forward >= 0.4, "forward"
+        assert backward >= 0.4, "backward"
+
+
+def body_unfinished(group: dist.ProcessGroup, rank: int) -> list[bool]:
+    """Whether the last collective was over: when the layer returned, and after its output was resolved."""
+    model = small_stack(group, dense=(False,))
+    xs = inputs(rank, 2)
+    with slow_collectives(0.1) as works:
+        pending, _ = model.layers[0]([Pending(base=x) for x in xs])
+        ended = [works[-1].future.done()]
+        for output in pending:
+            output.resolve()
+        return [*ended, works[-1].future.done()]
+
+
+def test_a_layer_returns_before_its_last_combine_is_over(pool: RankPool) -> None:
+    assert pool.run(body_unfinished) == [[False, True]] * 2
+
+
+def body_steady(group: dist.ProcessGroup, rank: int) -> list[int]:
+    model = small_stack(group)
+    (dispatcher,) = {layer.dispatcher for layer in moe_layers(model)}
+    lanes = []
+    for _ in range(3):
+        ys, auxes = model(inputs(rank, 3))
+        torch.stack([loss_of(y, said) for y, said in zip(ys, auxes, strict=True)]).sum().backward()
+        lanes += [dispatcher.lanes.num_lanes, dispatcher.lanes.num_free]
+    pending, _ = launch(model.layers, inputs(rank, 3))
+    lanes += [dispatcher.lanes.num_free]
+    del pending  # abandoned, never resolved
+    return [*lanes, dispatcher.lanes.num_free]
+
+
+def test_m_lanes_serve_all_layers_and_steps_and_come_back(pool: RankPool) -> None:
+    for lanes in pool.run(body_steady):
+        assert lanes == [3] * 6 + [0, 3]
+
+
+def test_a_pending_output_is_resolved_once() -> None:
+    model = small_stack(None, dense=(False,))
+    (pending,), _ = launch(model.layers, inputs(0, 1))
+    pending.resolve()
+    with pytest.raises(ProtocolError, match="layer 0, micro-batch 0: its pending output was resolved before"):
+        pending.resolve()
+    x = torch.ones(2, 3)
+    assert Pending(base=x).resolve() is x
+
+
+def test_resolve_works_on_the_tensors_found_in_the_pending_output() -> None:
+    """FSDP2 puts others in their place."""
+    model = small_stack(None, dense=(False,))
+    (plain,), _ = launch(model.layers, inputs(0, 1))
+    (other,), _ = launch(model.layers, inputs(0, 1))
+    leaves, spec = pytree.tree_flatten(other)
+    assert sum(isinstance(leaf, torch.Tensor) for leaf in leaves) == 1 + len(other.in_flight) > 1
+    doubled = pytree.tree_unflatten([2 * leaf if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
+    assert torch.equal(doubled.resolve(), 2 * plain.resolve())
+    assert doubled.in_flight == (), "the rows are needed no more"
+
+
+def test_the_executor_follows_the_schedule_it_is_given() -> None:
+    model = small_stack(None, dense=(False,))
+    given = schedule(2)
+    serial = replace(given, steps=tuple(sorted(given.steps, key=lambda step: step.key.micro_batch)))
+    with recorded(model) as log:
+        launch(model.layers, inputs(0, 2))
+        log.append("serial")
+        with mock.patch.object(domino, "schedule", lambda *_, **__: serial):
+            launch(model.layers, inputs(0, 2))
+    turns = [line.split(".")[0] for line in log if not line.startswith(("launch", "wait"))]
+    one = ["attention 0", "experts 0"]
+    assert turns == ["attention 0", "attention 0", "experts 0", "experts 0", "serial", *one, *one]
+
+
+def test_misuse_is_refused() -> None:
+    model = small_stack(None)
+    with pytest.raises(InputError, match="got 0 micro-batches; give at least one"):
+        model([])
+    with pytest.raises(InputError, match="got 2 micro-batches and 1 masks"):
+        model(inputs(0, 2), [None])
+    with pytest.raises(RecipeError, match=r"layer 0 \(Linear\) has no attention, shared, moe"):
+        DominoStack([torch.nn.Linear(2, 2)])
+    with pytest.raises(NotImplementedError, match="DominoLayer must define attention"):
+        DominoLayer().attention(torch.ones(1))
+
+
+def test_the_error_of_a_micro_batch_names_it_and_gives_the_lanes_back() -> None:
+    model = small_stack(None, dict(dispatcher="all2all"), dense=(False, False))
+    xs = inputs(0, 3)
+    xs[2] = torch.full_like(xs[2], torch.nan)
+    (dispatcher,) = {layer.dispatcher for layer in moe_layers(model)}
+    with pytest.raises(NonFiniteError, match="layer 0, micro-batch 2"):
+        model(xs)
+    assert dispatcher.lanes.num_free == dispatcher.lanes.num_lanes == 3
