@@ -42,7 +42,13 @@ def examine(name: str) -> dict[str, Any]:
         return {"usable": False, "reasons": [reason], "conditions": []}
     if name == DEFAULT and not reasons:
         reasons = trial(cls)
-    return {"usable": not reasons, "reasons": reasons, "conditions": conditions(cls.capabilities)}
+    caps = cls.capabilities
+    return {
+        "usable": not reasons,
+        "reasons": reasons,
+        "conditions": conditions(caps),
+        "capabilities": dataclasses.asdict(caps),
+    }
 
 
 def machine_reasons(name: str, cls: type[Dispatcher]) -> list[str]:
@@ -91,6 +97,8 @@ def conditions(caps: Capabilities) -> list[str]:
         (not caps.duplicates, "no expert twice in one token's top-k"),
         (not caps.unequal_tokens, "equally many tokens on all ranks"),
         (not caps.zero_tokens, "at least one token on every rank"),
+        (not caps.deterministic, "results that may differ from run to run"),
+        (bool(caps.packages), f"packages {', '.join(caps.packages)}"),
     ]
     return [text for holds, text in limits if holds]
 
@@ -134,6 +142,7 @@ def to_text(report: dict[str, Any]) -> str:
         with_what = f"with {', '.join(found['conditions'])}" if found["conditions"] else ""
         words = with_what if found["usable"] else "; ".join(found["reasons"])
         lines.append(f"  {name:<{width}}{state:<12}{words}".rstrip())
+        lines += [f"  {'':<{width + 12}}{note}" for note in found.get("capabilities", {}).get("notes", ())]
     verdict = "works" if report["works"] else "does not work here"
     return "\n".join([*lines, "", f"The default dispatcher, {report['default']}, {verdict}."])
 

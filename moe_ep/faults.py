@@ -28,7 +28,8 @@ class Fault(enum.IntEnum):
     TOO_MANY_TOKENS = 2
     BAD_IDS = 3
     BAD_GROUP = 4
-    NON_FINITE = 5
+    DUPLICATES = 5
+    NON_FINITE = 6
 
 
 _SENTENCES: dict[Fault, tuple[type[MoEError], str]] = {
@@ -36,6 +37,10 @@ _SENTENCES: dict[Fault, tuple[type[MoEError], str]] = {
     Fault.TOO_MANY_TOKENS: (CapacityError, "{value} tokens are more than max_tokens; raise it or send fewer"),
     Fault.BAD_IDS: (InputError, "{value} expert ids lie outside [-1, {num_experts}); look at the router"),
     Fault.BAD_GROUP: (InputError, "{value} routes of the grouped router name an expert outside their column's rank"),
+    Fault.DUPLICATES: (
+        InputError,
+        "{value} tokens name an expert twice, which this dispatcher does not serve; take another router or dispatcher",
+    ),
     Fault.NON_FINITE: (NonFiniteError, "non-finite router logits in {value} tokens; look at the input of the router"),
 }
 
@@ -72,19 +77,28 @@ def raise_faults(statuses: Sequence[tuple[int, int]], rank: int, where: str, num
         )
 
 
-def routing_status(routing: Routing) -> Tensor:
+def routing_status(routing: Routing, *, duplicates: bool = True) -> Tensor:
     """(code, value) of what can be wrong with a routing, int64 [2] on its device, without a host sync.
 
-    Where nothing is wrong, value is FORWARD_ONLY under no_grad, else 0.
+    Without `duplicates`, an expert twice in one token is wrong too. Where nothing is wrong, value is FORWARD_ONLY
+    under no_grad, else 0.
     """
     bad_ids = count_bad_ids(routing)
     bad_tokens = torch.zeros_like(bad_ids) if routing.bad_tokens is None else routing.bad_tokens.to(bad_ids.dtype)
-    code = torch.where(bad_ids > 0, int(Fault.BAD_IDS), int(Fault.NONE))
-    code = torch.where(bad_tokens > 0, int(Fault.NON_FINITE), code)
-    value = torch.where(bad_tokens > 0, bad_tokens, bad_ids)
+    found = [(Fault.BAD_IDS, bad_ids), (Fault.NON_FINITE, bad_tokens)]
+    if not duplicates:
+        found.insert(1, (Fault.DUPLICATES, _tokens_with_duplicates(routing.expert_ids)))
+    code = value = torch.zeros_like(bad_ids)
+    for fault, count in found:  # in rising order of precedence
+        code, value = torch.where(count > 0, int(fault), code), torch.where(count > 0, count, value)
     if not torch.is_grad_enabled():
         value = torch.where(code > 0, value, FORWARD_ONLY)
     return torch.stack([code, value])
+
+
+def _tokens_with_duplicates(expert_ids_TK: Tensor) -> Tensor:
+    ids = expert_ids_TK.sort(dim=-1).values
+    return ((ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] >= 0)).any(-1).sum()
 
 
 class FaultRecord:

@@ -105,9 +105,9 @@ class SortedRoutes:
     """Routes in the order of their experts, inside an expert by (token, k): the result of `sort_routes`.
 
     Attributes:
-        row_token: int64 [T*K], token of each sorted route; -1 in the tail that holds the routes with id -1.
-        row_slot: int64 [T*K], flat slot t*K + k of each sorted route; -1 in the tail.
-        positions: int64 [T, K], sorted place of each route, -1 where there is no route.
+        row_token: int32 [T*K], token of each sorted route; -1 in the tail that holds the routes with id -1.
+        row_slot: int32 [T*K], flat slot t*K + k of each sorted route; -1 in the tail.
+        positions: int32 [T, K], sorted place of each route, -1 where there is no route.
         counts: int64 [E], routes of each expert.
     """
 
@@ -130,9 +130,9 @@ def sort_routes(expert_ids_TK: Tensor, num_experts: int) -> SortedRoutes:
     place[order] = torch.arange(order.numel(), device=flat.device)
     in_order = valid[order]
     return SortedRoutes(
-        row_token=torch.where(in_order, order // max(top_k, 1), -1),
-        row_slot=torch.where(in_order, order, -1),
-        positions=torch.where(valid, place, -1).view(num_tokens, top_k),
+        row_token=torch.where(in_order, order // max(top_k, 1), -1).int(),
+        row_slot=torch.where(in_order, order, -1).int(),
+        positions=torch.where(valid, place, -1).int().view(num_tokens, top_k),
         counts=counts[:num_experts],
     )
 
@@ -146,9 +146,9 @@ class ExpertInput:
 
     Attributes:
         source: [U, H], the received rows, in memory of its own (not a buffer that another micro-batch reuses).
-        row_index: int [N], expert row n is source[row_index[n]], -1 beyond offsets[L]; None: `source` is already
+        row_index: int32 [N], expert row n is source[row_index[n]], -1 beyond offsets[L]; None: `source` is already
             grouped and N = U.
-        positions: int [U, J], the expert rows of each source row, -1 where none; None exactly when row_index is.
+        positions: int32 [U, J], the expert rows of each source row, -1 where none; None exactly when row_index is.
         row_weights: float32 [N], differentiable; garbage beyond offsets[L].
         offsets: int32 [L+1] on the device, offsets[0] = 0; expert l owns rows offsets[l] to offsets[l+1].
         tokens_per_expert: int32 [L] on the device.

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..config import DispatchConfig
-from ..faults import Fault, raise_faults, routing_status
+from ..faults import Fault, raise_faults
 from ..permute import ExpertInput, SortedRoutes, gather_rows, make_offsets, sort_routes, sum_rows
 from ..routing import NO_ROUTE, Routing
 from ..streams import InFlight
@@ -46,7 +46,7 @@ class Agrs(Dispatcher):
     Order of sums: a rank sums a token's local routes with k ascending in float32 and rounds to x's dtype for the trip;
     home adds the ranks' partial sums, rank ascending, in float32, and rounds once more. With several ranks the result
     therefore differs from all2all's by the rounding of R partial sums in x's dtype (none in float32 but the order).
-    Kept for backward: 24 R C K bytes of integers, and the R*C gathered rows where the experts keep them.
+    Kept for backward: 12 R C K bytes of integers, and the R*C gathered rows where the experts keep them.
     """
 
     name: ClassVar[str] = "agrs"
@@ -59,6 +59,11 @@ class Agrs(Dispatcher):
         self.num_lane_ints = 2 * num_ranks + config.num_experts // num_ranks
         super().__init__(config, group)
 
+    @property
+    def host_syncs(self) -> int:
+        """None in the grouped form."""
+        return 0 if self.grouped else 1
+
     def describe(self) -> str:
         """One line on what runs, for the log."""
         form = "grouped form, static rows" if self.grouped else "general form, rows counted on the host"
@@ -70,7 +75,7 @@ class Agrs(Dispatcher):
         ticket.payload = (_pad(x_TH, self.block, 0), _pad(routing.weights, self.block, 0))
 
     def _status(self, routing: Routing) -> Tensor:
-        status = routing_status(routing)
+        status = self.status(routing)
         if not self.grouped:
             return status
         column = torch.arange(self.num_ranks, device=status.device)
@@ -163,9 +168,9 @@ class Agrs(Dispatcher):
 
     def _combine_postprocess(self, ticket: Ticket) -> Tensor:
         (parts,) = finish(ticket.state.flight, *ticket.payload)
-        token = torch.arange(self.block, device=parts.device)
+        token = torch.arange(self.block, dtype=torch.int32, device=parts.device)
         owner = torch.where(token < ticket.num_tokens, token, NO_ROUTE).repeat(self.num_ranks)
-        block_start = torch.arange(self.num_ranks, device=parts.device) * self.block
+        block_start = torch.arange(self.num_ranks, dtype=torch.int32, device=parts.device) * self.block
         return sum_rows(parts, owner, token[: ticket.num_tokens, None] + block_start)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..config import DispatchConfig
 from ..eager import eager
 from ..errors import InputError, MoEError, ProtocolError
-from ..faults import Fault, FaultRecord
+from ..faults import Fault, FaultRecord, routing_status
 from ..permute import ExpertInput
 from ..routing import Routing
 from ..streams import CommStream, InFlight, LanePool, comm_stream
@@ -87,6 +87,11 @@ class Dispatcher(ABC):
         """The dispatcher itself: layers share one, and a process group cannot be copied."""
         return self
 
+    @property
+    def host_syncs(self) -> int:
+        """Host syncs of one micro-batch, forward and backward, as this object is configured."""
+        return self.capabilities.host_syncs
+
     def describe(self) -> str:
         """One line on what runs, for the log."""
         ranks = "1 rank" if self.num_ranks == 1 else f"{self.num_ranks} ranks"
@@ -132,13 +137,21 @@ class Dispatcher(ABC):
 
     @eager
     def dispatch_postprocess(self, ticket: Ticket) -> ExpertInput:
-        """Compute stream: wait for the rows; what the experts compute on."""
+        """Compute stream: wait for the rows; what the experts compute on.
+
+        Raises:
+            PeerError: a rank was lost, or did not make the same call in time.
+        """
         self._enter(ticket, Stage.DISPATCH_POSTPROCESS)
         return self._run(ticket, Stage.DISPATCH_POSTPROCESS, lambda: self._dispatch_postprocess(ticket))
 
     @eager
     def combine_preprocess(self, ticket: Ticket, y_NH: Tensor) -> None:
-        """Compute stream: the experts' output [N, H], already weighted, to the payload to return."""
+        """Compute stream: the experts' output [N, H], already weighted, to the payload to return.
+
+        Raises:
+            InputError: wrong shape or dtype.
+        """
         self._enter(ticket, Stage.COMBINE_PREPROCESS)
         if y_NH.dim() != 2 or y_NH.shape[1] != self.config.hidden_size or y_NH.dtype != self.dtype:
             ticket.release()
@@ -156,7 +169,11 @@ class Dispatcher(ABC):
 
     @eager
     def combine_postprocess(self, ticket: Ticket) -> Tensor:
-        """Compute stream: wait; y [T, H] in x's dtype and token order. Releases the ticket."""
+        """Compute stream: wait; y [T, H] in x's dtype and token order. Releases the ticket.
+
+        Raises:
+            PeerError: a rank was lost, or did not make the same call in time.
+        """
         self._enter(ticket, Stage.COMBINE_POSTPROCESS)
         y_TH = self._run(ticket, Stage.COMBINE_POSTPROCESS, lambda: self._combine_postprocess(ticket))
         ticket.release()
@@ -189,6 +206,10 @@ class Dispatcher(ABC):
         if self._faults is None:
             self._faults = FaultRecord(device, self.config.num_experts)
         return self._faults
+
+    def status(self, routing: Routing) -> Tensor:
+        """(code, value) of this rank's routing, int64 [2] on its device: what the other ranks must learn."""
+        return routing_status(routing, duplicates=self.capabilities.duplicates)
 
     def comm(self, device: torch.device) -> CommStream:
         """The comm stream of (device, group)."""

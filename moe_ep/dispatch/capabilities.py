@@ -23,9 +23,9 @@ class Capabilities:
         rank_counts: group sizes, None for any.
         hidden_multiple: H must be a multiple of it.
         max_hidden, max_top_k: None for any.
-        duplicates: the same expert twice in one token's top-k.
-        unequal_tokens: T may differ from rank to rank.
-        zero_tokens: a rank may have T = 0.
+        duplicates: the same expert twice in one token's top-k; where not, such a routing is refused on every rank.
+        unequal_tokens: T may differ from rank to rank; where not, the back end compares T in its own exchange.
+        zero_tokens: a rank may have T = 0; where not, T = 0 is refused on every rank.
         needs_max_tokens: whether config.max_tokens must be set.
         routers: routers it can serve, None for any.
         capacity: whether config.capacity_factor works (rows without a host sync).
@@ -34,7 +34,7 @@ class Capabilities:
         graph_capture: whether a CUDA graph may capture it.
         uses_num_sms: whether config.num_sms has an effect.
         packages: what must be installed, as pip requirements.
-        deterministic: results repeat bit for bit.
+        deterministic: results repeat bit for bit; the contract suite holds it to that.
         notes: sentences on limits, each with its source.
     """
 
@@ -61,7 +61,6 @@ class Capabilities:
 
 def capability_reasons(caps: Capabilities, config: DispatchConfig, num_ranks: int) -> list[str]:
     """Sentences that say where a configuration exceeds a back end: value, limit, way out. Empty: nowhere."""
-    name = f"dispatcher {config.name!r}"
     hidden, top_k, experts = config.hidden_size, config.top_k, config.num_experts
     ranks = "" if caps.rank_counts is None else ", ".join(map(str, caps.rank_counts))
     unknown = sorted({key for key, _ in config.options} - set(caps.options))
@@ -71,28 +70,30 @@ def capability_reasons(caps: Capabilities, config: DispatchConfig, num_ranks: in
          f"choose an ep_size that divides {experts}"),
         (top_k > experts, f"top_k = {top_k} is larger than num_experts = {experts}; lower it"),
         (caps.rank_counts is not None and num_ranks not in caps.rank_counts,
-         f"{name} serves {ranks} rank(s), the group has {num_ranks}; take another dispatcher or ep_size"),
+         f"it serves {ranks} rank(s), the group has {num_ranks}; take another dispatcher or ep_size"),
         (config.dtype not in caps.dtypes,
-         f"{name} moves {', '.join(caps.dtypes)}, dtype is {config.dtype}; take another dispatcher or dtype"),
+         f"it moves {', '.join(caps.dtypes)}, dtype is {config.dtype}; take another dispatcher or dtype"),
         (hidden % caps.hidden_multiple != 0,
-         f"{name} needs a hidden_size that is a multiple of {caps.hidden_multiple}, got {hidden}"),
+         f"it needs a hidden_size that is a multiple of {caps.hidden_multiple}, got {hidden}; "
+         "pad the model's hidden size or take another dispatcher"),
         (caps.max_hidden is not None and hidden > (caps.max_hidden or 0),
-         f"{name} serves a hidden_size of at most {caps.max_hidden}, got {hidden}"),
+         f"it serves a hidden_size of at most {caps.max_hidden}, got {hidden}; take another dispatcher"),
         (caps.max_top_k is not None and top_k > (caps.max_top_k or 0),
-         f"{name} serves a top_k of at most {caps.max_top_k}, got {top_k}"),
+         f"it serves a top_k of at most {caps.max_top_k}, got {top_k}; lower top_k or take another dispatcher"),
         (caps.needs_max_tokens and config.max_tokens is None,
-         f"{name} pads to max_tokens, which is not set; set it to the most tokens of one rank's micro-batch"),
+         "it pads to max_tokens, which is not set; set it to the most tokens of one rank's micro-batch"),
         (config.max_tokens is not None and config.max_tokens < 1,
-         f"max_tokens must be at least 1, got {config.max_tokens}"),
+         f"max_tokens must be at least 1, got {config.max_tokens}; set it to the most tokens of one micro-batch"),
         (caps.routers is not None and config.router not in (caps.routers or ()),
-         f"{name} needs router {' or '.join(caps.routers or ())}, got {config.router!r}"),
+         f"it needs router {' or '.join(caps.routers or ())}, got {config.router!r}; "
+         "change the router or the dispatcher"),
         (config.capacity_factor is not None and not caps.capacity,
-         f"{name} never needs a capacity, so capacity_factor = {config.capacity_factor} would have no effect; "
+         f"it never needs a capacity, so capacity_factor = {config.capacity_factor} would have no effect; "
          "leave it unset"),
         (config.num_sms is not None and not caps.uses_num_sms,
-         f"{name} launches no kernels of its own, so num_sms = {config.num_sms} would have no effect; leave it unset"),
-        (bool(unknown), f"{name} knows no option {', '.join(map(repr, unknown))}; "
-         f"it knows {', '.join(caps.options) or 'none'}"),
+         f"it launches no kernels of its own, so num_sms = {config.num_sms} would have no effect; leave it unset"),
+        (bool(unknown),
+         f"it knows no option {', '.join(map(repr, unknown))}; it knows {', '.join(caps.options) or 'none'}"),
     ]  # fmt: skip
     return [sentence for broken, sentence in checks if broken]
 
@@ -128,6 +129,8 @@ def check_input(
         raise InputError(f"expert_ids are on {ids.device}, x on {x_TH.device}; put both on one device")
     if routing.num_experts != config.num_experts:
         raise InputError(f"the routing has {routing.num_experts} experts, the dispatcher {config.num_experts}")
+    if not caps.zero_tokens and x_TH.shape[0] == 0:
+        raise InputError(f"T = 0, dispatcher {config.name!r} needs a token on every rank; pad the micro-batch")
     if config.max_tokens is not None and x_TH.shape[0] > config.max_tokens:
         raise CapacityError(
             f"{x_TH.shape[0]} tokens are more than max_tokens = {config.max_tokens}; raise max_tokens or send fewer"

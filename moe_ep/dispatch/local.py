@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..faults import Fault, raise_faults, routing_status
+from ..faults import Fault, raise_faults
 from ..permute import ExpertInput, SortedRoutes, gather_rows, make_offsets, sort_routes, sum_rows
 from ..routing import Routing
 from .base import Dispatcher
@@ -29,7 +29,7 @@ class Local(Dispatcher):
     """One rank. No communication, no host sync on CUDA: rows with id -1 stay in the tail beyond the counts.
 
     Order of sums: combine adds a token's routes with k ascending, in float32.
-    Kept for backward: 8 * (2 T K + T K) bytes of integers; `source` is x itself.
+    Kept for backward: 12 T K bytes of integers; `source` is x itself.
     """
 
     name: ClassVar[str] = "local"
@@ -39,7 +39,7 @@ class Local(Dispatcher):
         pass  # nobody else is there
 
     def _dispatch_preprocess(self, ticket: Ticket, x_TH: Tensor, routing: Routing) -> None:
-        status = routing_status(routing)
+        status = self.status(routing)
         if x_TH.device.type == "cpu":
             code, value = status.tolist()
             raise_faults([(code, value)], 0, ticket.where, self.config.num_experts)

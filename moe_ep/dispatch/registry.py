@@ -23,6 +23,7 @@ from .capabilities import capability_reasons
 ENTRY_POINTS = "moe_ep.dispatchers"
 _BUILT_IN = {"local": ".local", "all2all": ".all2all", "agrs": ".agrs"}
 _classes: dict[str, type[Dispatcher]] = {}
+_adopted: set[str] = set()  # names whose entry point has been loaded
 _built: dict[tuple[DispatchConfig, dist.ProcessGroup | None], Dispatcher] = {}
 D = TypeVar("D", bound=type[Dispatcher])
 
@@ -70,14 +71,27 @@ def find_dispatcher(name: str) -> type[Dispatcher]:
     owners = sorted({_owner(point) for point in points} | ({"moe_ep itself"} if name in _BUILT_IN else set()))
     if len(owners) > 1:
         raise RecipeError(f"dispatcher {name!r} is claimed by {' and by '.join(owners)}; uninstall one of them")
+    if name in _BUILT_IN:
+        importlib.import_module(_BUILT_IN[name], __package__)
+    elif points:
+        _adopt(name, points[0])
     if name not in _classes:
-        if name in _BUILT_IN:
-            importlib.import_module(_BUILT_IN[name], __package__)
-        elif points:
-            _classes[name] = _load(points[0])
-        else:
-            raise RecipeError(f"unknown dispatcher {name!r}; {nearest(name, known_dispatchers())}")
+        raise RecipeError(f"unknown dispatcher {name!r}; {nearest(name, known_dispatchers())}")
     return _classes[name]
+
+
+def _adopt(name: str, point: importlib.metadata.EntryPoint) -> None:
+    """Load an entry point once; what was registered in this process under its name must be the same class."""
+    if name in _adopted:
+        return
+    cls = _load(point)
+    other = _classes.setdefault(name, cls)
+    if other is not cls:
+        raise RecipeError(
+            f"dispatcher {name!r} is claimed by {_owner(point)} and by {other.__module__}.{other.__qualname__}, which "
+            "was registered in this process; rename one of them"
+        )
+    _adopted.add(name)
 
 
 def _owner(point: importlib.metadata.EntryPoint) -> str:

@@ -30,11 +30,15 @@ class Pass:
 
 @dataclass(kw_only=True)
 class Report:
-    """What one rank did in a case. `refusal`: why the dispatcher could not be built."""
+    """What one rank did in a case.
+
+    `refusal`: why the dispatcher could not be built. `repeats`: whether it promises the same bits again.
+    """
 
     passes: list[Pass] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     refusal: str | None = None
+    repeats: bool = True
 
 
 class Bench:
@@ -42,7 +46,7 @@ class Bench:
 
     def __init__(self, case: Case, dispatcher: Dispatcher, rank: int, device: torch.device) -> None:
         self.case, self.dispatcher, self.rank, self.device = case, dispatcher, rank, device
-        self.report = Report()
+        self.report = Report(repeats=dispatcher.capabilities.deterministic)
         num_local = case.num_experts // case.num_ranks
         self.first_expert = rank * num_local
         mine = slice(self.first_expert, self.first_expert + num_local)
@@ -167,5 +171,9 @@ def snapshot(inp: ExpertInput) -> dict[str, Any]:
             "counts": inp.tokens_per_expert.tolist(),
             "capacity": (inp.capacity, inp.rows().shape[0], inp.row_weights.shape[0]),
             "host_counts": None if inp.host_counts is None else list(inp.host_counts),
-            "int_dtypes": (inp.offsets.dtype, inp.tokens_per_expert.dtype),
+            "int_dtypes": {
+                name: tensor.dtype
+                for name in ("offsets", "tokens_per_expert", "row_index", "positions")
+                if (tensor := getattr(inp, name)) is not None
+            },
         }

@@ -17,7 +17,8 @@ the dispatchers of this package `table.TABLE` holds it. `modules` are imported o
 
 What is held in every case: results and all gradients against a float64 oracle within derived bounds; the rows that the
 experts see, bit for bit and in order, their counts, offsets and weights; LayoutStats; the same bits again in poisoned
-memory. Which further things happen (several tickets, misuse, faults, recompute, ...) is in the case's driver.
+memory, unless the back end says that it is not deterministic. Which further things happen (several tickets, misuse,
+faults, recompute, ...) is in the case's driver.
 """
 
 from __future__ import annotations

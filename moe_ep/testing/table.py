@@ -7,10 +7,10 @@ with which `build_dispatcher` refuses the configuration on every rank.
 from __future__ import annotations
 
 RUN = ""
-ONE_RANK = "dispatcher 'local' serves 1 rank(s), the group has "
+ONE_RANK = "it serves 1 rank(s), the group has "
 NOT_DIVISIBLE = "num_experts = 6 is not divisible by the 4 ranks of the group; choose an ep_size that divides 6"
 TOP_K = "top_k = 3 is larger than num_experts = 2; lower it"
-PADS = "dispatcher 'agrs' pads to max_tokens, which is not set; set it to the most tokens"
+PADS = "it pads to max_tokens, which is not set; set it to the most tokens"
 NO_CAPACITY = "so capacity_factor = 2.0 would have no effect; leave it unset"
 NO_SMS = "launches no kernels of its own, so num_sms = 8 would have no effect; leave it unset"
 NO_OPTION = "knows no option 'no_such_key'; it knows none"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import platform
 import subprocess
@@ -52,7 +53,9 @@ def test_json_has_the_same_facts_and_nothing_that_identifies_the_machine() -> No
     assert done.returncode == 0
     assert report["works"] is True
     assert report["default"] == "all2all"
-    assert report["dispatchers"]["all2all"] == {"usable": True, "reasons": [], "conditions": []}
+    found = report["dispatchers"]["all2all"]
+    assert (found["usable"], found["reasons"], found["conditions"]) == (True, [], [])
+    assert found["capabilities"] == json.loads(json.dumps(dataclasses.asdict(All2All.capabilities)))
     assert report["dispatchers"]["local"]["conditions"] == ["1 rank(s)"]
     assert len(report["gpus"]) == machine.num_gpus() == len(report["peer_access"])
     assert (report["cuda_missing"] is None) == torch.cuda.is_available()

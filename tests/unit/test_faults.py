@@ -56,3 +56,12 @@ def test_the_record_keeps_the_worse_of_two_faults() -> None:
     record.note(torch.tensor([int(Fault.BAD_IDS), 9]), layer=2, micro_batch=0)
     with pytest.raises(NonFiniteError, match="layer 1, micro-batch 0: non-finite router logits in 2 tokens"):
         record.raise_if_set()
+
+
+def test_an_expert_twice_in_a_token_is_a_fault_only_where_a_back_end_cannot_serve_it() -> None:
+    twice = routing([[1, 1, 0], [2, -1, -1], [3, 0, 3]])
+    assert routing_status(twice).tolist() == [Fault.NONE, 0]
+    assert routing_status(twice, duplicates=False).tolist() == [Fault.DUPLICATES, 2]
+    assert routing_status(routing([[1, 0, 2], [-1, -1, -1]]), duplicates=False).tolist() == [Fault.NONE, 0]
+    with pytest.raises(InputError, match="2 tokens name an expert twice"):
+        raise_faults([(int(Fault.DUPLICATES), 2)], 0, "layer 0, micro-batch 0", 4)

@@ -38,6 +38,7 @@ def entry_points(monkeypatch: pytest.MonkeyPatch) -> list[FakePoint]:
         importlib.metadata, "entry_points", lambda group: points if group == "moe_ep.dispatchers" else []
     )
     monkeypatch.setattr(registry_module, "_classes", dict(registry_module._classes))
+    monkeypatch.setattr(registry_module, "_adopted", set())
     return points
 
 
@@ -82,6 +83,21 @@ def test_an_entry_point_that_fails_to_import_or_is_no_dispatcher_says_so(entry_p
     assert "no libthing.so" in unavailable_reasons(replace(CONFIG, name="broken"), None)[0]
 
 
+def test_a_name_registered_in_this_process_and_claimed_by_a_distribution_is_an_error_that_names_both(
+    entry_points: list[FakePoint],
+) -> None:
+    @register_dispatcher("mine")
+    class Mine(Local):
+        pass
+
+    entry_points.append(FakePoint("mine", "package-e", Mine))
+    assert find_dispatcher("mine") is Mine
+    registry_module._adopted.clear()
+    entry_points[:] = [FakePoint("mine", "package-f", Local)]
+    with pytest.raises(RecipeError, match=r"'mine' is claimed by package-f and by .*Mine, which was registered"):
+        find_dispatcher("mine")
+
+
 def test_registering_another_class_under_a_taken_name_is_refused(entry_points: list[FakePoint]) -> None:
     find_dispatcher("local")
     with pytest.raises(RecipeError, match=r"'local' is taken by moe_ep.dispatch.local.Local"):
@@ -102,8 +118,8 @@ def test_layers_of_one_configuration_share_one_dispatcher_until_it_is_closed() -
 REFUSALS = {
     "indivisible experts": (dict(num_experts=6), Capabilities(), 4, "num_experts = 6 is not divisible by the 4 ranks"),
     "top-k above experts": (dict(top_k=9), Capabilities(), 1, "top_k = 9 is larger than num_experts = 8"),
-    "rank count": ({}, Capabilities(rank_counts=(2, 4)), 8, "serves 2, 4 rank(s), the group has 8"),
-    "dtype": (dict(dtype="float16"), Capabilities(dtypes=("bfloat16",)), 1, "moves bfloat16, dtype is float16"),
+    "rank count": ({}, Capabilities(rank_counts=(2, 4)), 8, "it serves 2, 4 rank(s), the group has 8"),
+    "dtype": (dict(dtype="float16"), Capabilities(dtypes=("bfloat16",)), 1, "it moves bfloat16, dtype is float16"),
     "hidden multiple": (dict(hidden_size=100), Capabilities(hidden_multiple=8), 1, "multiple of 8, got 100"),
     "hidden maximum": ({}, Capabilities(max_hidden=8), 1, "hidden_size of at most 8, got 16"),
     "top-k maximum": ({}, Capabilities(max_top_k=1), 1, "top_k of at most 1, got 2"),
@@ -114,6 +130,12 @@ REFUSALS = {
     "num_sms": (dict(num_sms=8), Capabilities(), 1, "num_sms = 8 would have no effect"),
     "option": (dict(options=(("api", "v2"),)), Capabilities(options=("a",)), 1, "no option 'api'; it knows a"),
 }
+
+
+def test_every_sentence_names_a_way_out() -> None:
+    for changes, capabilities, num_ranks, _ in REFUSALS.values():
+        (sentence,) = capability_reasons(capabilities, replace(CONFIG, **changes), num_ranks)
+        assert ";" in sentence, sentence
 
 
 @pytest.mark.parametrize("case", REFUSALS)
