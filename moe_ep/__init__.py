@@ -25,7 +25,7 @@ from .errors import (
     Unavailable,
 )
 from .experts import register_experts
-from .layer import MoEAux, MoELayer, moe_layers
+from .layer import MoEAux, MoELayer, moe_layers, update_routers
 from .permute import ExpertInput
 from .routing import Routing
 
@@ -61,4 +61,5 @@ __all__ = [
     "moe_layers",
     "register_dispatcher",
     "register_experts",
+    "update_routers",
 ]

@@ -22,7 +22,7 @@ from .errors import InputError, MoEError, Unavailable
 from .experts import SharedExperts, build_experts
 from .load import rank_load
 from .losses import RouterAux
-from .router import build_router
+from .router import SigmoidRouter, build_router
 from .routing import Routing
 
 
@@ -213,6 +213,34 @@ def _shape_of(x: object) -> tuple[int, ...]:
 def moe_layers(model: nn.Module) -> list[MoELayer]:
     """The MoE layers of a model in module order, also inside wrappers (compiled, checkpointed, sharded)."""
     return [module for module in model.modules() if isinstance(module, MoELayer)]
+
+
+@torch.no_grad()
+def update_routers(model: nn.Module, group: dist.ProcessGroup | None) -> Tensor:
+    """Once per optimizer step, before it: global loads, selection biases, faults noted on the device. Collective.
+
+    Args:
+        model: its MoE layers have run forward (and backward) on this step's micro-batches.
+        group: all ranks that train the model, data-parallel ones too; None: this rank alone.
+
+    Returns:
+        int64 [layers, E], routes of the global batch to each expert; the counters start again at zero.
+
+    Raises:
+        InputError, CapacityError, NonFiniteError: a fault that a run without host syncs noted on the device.
+    """
+    layers = moe_layers(model)
+    for dispatcher in {layer.dispatcher: None for layer in layers}:
+        dispatcher.raise_if_faulted()
+    if not layers:
+        return torch.zeros((0, 0), dtype=torch.int64)
+    loads = torch.stack([layer.router.take_load() for layer in layers])
+    if group is not None and group.size() > 1:
+        dist.all_reduce(loads, group=group)
+    for layer, load_E in zip(layers, loads, strict=True):
+        if isinstance(layer.router, SigmoidRouter) and layer.config.bias_update_rate > 0:
+            layer.router.update_bias(load_E)
+    return loads
 
 
 def total_aux_loss(auxes: list[MoEAux]) -> Tensor:

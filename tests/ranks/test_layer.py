@@ -10,7 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_ep import CapacityError, InputError, MoEConfig, MoEError, MoELayer, NonFiniteError, PeerError, Unavailable
+from moe_ep import (
+    CapacityError,
+    InputError,
+    MoEConfig,
+    MoEError,
+    MoELayer,
+    NonFiniteError,
+    PeerError,
+    Unavailable,
+    update_routers,
+)
 from moe_ep.testing.ranks import RankPool
 
 BASE: dict[str, Any] = dict(
@@ -182,3 +192,28 @@ def repeat(group: dist.ProcessGroup, rank: int, num_steps: int) -> None:
 def test_one_local_expert_and_changing_lengths(pool: RankPool) -> None:
     """vllm-project/vllm-ascend#3005: with one expert a rank, sizes must not be read before they have arrived."""
     pool.run(repeat, 100)
+
+
+def global_loads(group: dist.ProcessGroup, rank: int) -> tuple[list[int], list[float]]:
+    config = MoEConfig(**(BASE | dict(router="sigmoid", bias_update_rate=0.5, top_k=1)))
+    model = torch.nn.ModuleList([MoELayer(config, group, layer_index=i) for i in range(2)])
+    for _ in range(2):  # two micro-batches of one step
+        for layer in model:
+            run_layer(layer, torch.randn(rank + 1, 16))
+    with torch.no_grad():
+        model.eval()
+        model[0](torch.randn(5, 16))
+        model.train()
+    loads = update_routers(model, group)
+    again = update_routers(model, group)
+    assert again.sum() == 0 and loads.shape == (2, 8)
+    step = 0.5 * (loads.double().mean(1, keepdim=True) - loads).sign()
+    biases = torch.stack([layer.router.bias for layer in model])
+    assert torch.equal(biases, step.float()), "the second call, with equal loads, moves no bias"
+    return loads.sum(1).tolist(), biases.flatten().tolist()
+
+
+def test_routers_are_updated_once_a_step_from_the_loads_of_all_ranks(pool: RankPool) -> None:
+    results = pool.run(global_loads)
+    assert all(result == results[0] for result in results), "biases are equal on all ranks"
+    assert results[0][0] == [2 * (1 + 2 + 3 + 4)] * 2
