@@ -85,8 +85,8 @@ class Ranks:
         """Raise the first rank's error on every rank, or nothing where no rank has one; a collective.
 
         Raises:
-            MoEError: of the failing rank's own class, PeerError for other classes. `agreed` is set on it, so that
-                only one rank needs to print it.
+            MoEError: of the failing rank's own class. Of another class, such as an OSError, that rank raises a MoEError
+                and all others a PeerError. `agreed` is set on it, so that not every rank needs to print it.
         """
         kind = type(error) if isinstance(error, MoEError) else None
         texts = self.gather(None if error is None else (kind, f"{type(error).__name__}: {error}", str(error)))
@@ -94,7 +94,9 @@ class Ranks:
         if not failures:
             return
         rank, cls, named, text = failures[0]
-        raise mark_agreed(PeerError(f"rank {rank}: {named}") if cls is None else cls(text)) from error
+        if cls is None:
+            cls, text = MoEError if rank == self.rank else PeerError, f"rank {rank}: {named}"
+        raise mark_agreed(cls(text)) from error
 
     def together(self, act: Callable[[], Any]) -> Any:
         """`act()`; an exception on any rank is raised on all of them (see `agree`)."""
@@ -170,11 +172,24 @@ def same_everywhere(ranks: Ranks, values: dict[str, Any], source: str) -> None:
     """Compare a flat table over all ranks; a collective.
 
     Raises:
-        RecipeError: on every rank, naming the first key that differs and both values.
+        RecipeError: on every rank, naming every key that differs, its values and where they are.
     """
-    for rank, theirs in enumerate(tables := ranks.gather(values)):
-        for key in sorted(tables[0].keys() | theirs.keys()):
-            ours, other = tables[0].get(key), theirs.get(key)
-            if ours != other:
-                text = f"{source}: {key} is {ours!r} on rank 0 and {other!r} on rank {rank}; start all ranks alike"
-                raise mark_agreed(RecipeError(text))
+    tables = ranks.gather(values)
+    keys = sorted(set().union(*tables))
+    found = [_by_rank(key, [table.get(key) for table in tables]) for key in keys]
+    if differences := [text for text in found if text]:
+        raise mark_agreed(RecipeError(f"{source}: {'; '.join(differences)}; start all ranks alike"))
+
+
+def _by_rank(key: str, values: list[Any]) -> str:
+    """Such as: key is 1 on rank 0 and 2 on rank 1, 3. Empty where all are alike; the values need not be hashable."""
+    others: list[tuple[Any, list[str]]] = []
+    for rank, value in enumerate(values):
+        if value == values[0]:
+            continue
+        known = next((ranks for other, ranks in others if other == value), None)
+        if known is None:
+            others.append((value, known := []))
+        known.append(str(rank))
+    parts = [f"{value!r} on rank {', '.join(ranks)}" for value, ranks in others]
+    return " and ".join([f"{key} is {values[0]!r} on rank 0", *parts]) if parts else ""

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from moe_ep.errors import CheckpointError, RecipeError
+from moe_ep.errors import CheckpointError, MoEError, PeerError, RecipeError
 from moe_ep.testing.ranks import RankPool
 from recipes import checkpoint
 from recipes.build import build, resume
@@ -379,13 +379,37 @@ def test_a_checkpoint_of_another_model_is_refused_on_every_rank(pool, folder, sa
 
 
 def different_tables(group, rank):
+    odd = rank in (1, 3)
+    table = {"train.lr": 0.1 if rank == 3 else 0.2, "train.steps": 5, "data.path": ["x"] if odd else None}
     try:
-        same_everywhere(over_process_group(2, CPU), {"train.lr": 0.1 if rank == 3 else 0.2, "train.steps": 5}, "r.toml")
+        same_everywhere(over_process_group(2, CPU), table, "r.toml")
     except RecipeError as err:
         return str(err)
     return None
 
 
-def test_ranks_that_disagree_all_learn_about_what(pool):
-    expected = "r.toml: train.lr is 0.2 on rank 0 and 0.1 on rank 3; start all ranks alike"
+def test_ranks_that_disagree_all_learn_about_everything_that_differs(pool):
+    expected = (
+        "r.toml: data.path is None on rank 0 and ['x'] on rank 1, 3; train.lr is 0.2 on rank 0 and 0.1 on rank 3; "
+        "start all ranks alike"
+    )
     assert pool.run(different_tables) == [expected] * WORLD
+
+
+def fail_on_the_second(group, rank):
+    def act():
+        if rank == 1:
+            raise OSError(28, "No space left on device")
+
+    try:
+        over_process_group(2, CPU).together(act)
+    except MoEError as err:
+        return type(err), str(err), err.agreed
+
+
+def test_an_error_of_another_kind_is_the_failing_ranks_own_and_a_peers_elsewhere(pool):
+    found = pool.run(fail_on_the_second)
+    assert [kind for kind, _, _ in found] == [PeerError, MoEError, PeerError, PeerError]
+    assert {(text, agreed) for _, text, agreed in found} == {
+        ("rank 1: OSError: [Errno 28] No space left on device", True)
+    }
