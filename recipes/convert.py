@@ -19,13 +19,15 @@ if __name__ == "__main__":  # runs from a clone, installed or not
 
 import torch
 
-from moe_ep.errors import CheckpointError, RecipeError
+from moe_ep.errors import CheckpointError
 from recipes import checkpoint
 from recipes.build import build, resume
 from recipes.hf import check_exportable, export_hf, import_hf
-from recipes.program import REFUSED, join, report, say
+from recipes.lost_peer import watch_peers
+from recipes.program import join
 from recipes.ranks import Launch, Ranks, mark_agreed
 from recipes.recipe import Recipe, load_recipe
+from recipes.report import PEER_LOST, REFUSED, report, say_once
 from recipes.session import Session
 from recipes.train_loop import save
 
@@ -36,22 +38,19 @@ def main(arguments: list[str]) -> int:
     """Run one rank; returns its exit code."""
     launch = Launch.from_env()
     if len(arguments) < 3 or arguments[0] not in ("import", "export"):
-        say(launch.rank, USAGE)
+        say_once(launch, USAGE)
         return REFUSED
-    try:
+    try:  # every rank ends with a message and a code, whatever happens
         recipe = load_recipe(arguments[1], arguments[3:])
         check_exportable(recipe.moe_config())
         ranks = join(recipe, launch)
-    except RecipeError as err:
-        say(launch.rank, f"refused: {err}")
-        return REFUSED
-    session = Session(recipe, ranks)
-    try:
+        watch_peers(ranks, recipe.train.timeout_s, PEER_LOST)
+        session = Session(recipe, ranks)
         act = import_run if arguments[0] == "import" else export_run
         session.say(act(recipe, ranks, Path(arguments[2])))
-    except Exception as err:  # every rank ends with a message and a code, whatever it was
-        return report(err, ranks.rank)
-    session.close()
+        session.close()
+    except Exception as err:
+        return report(err, launch)
     return 0
 
 

@@ -11,11 +11,13 @@ import re
 import sys
 import threading
 import time
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from recipes.ranks import Ranks
+from moe_ep.errors import MoEError, PeerError, Unavailable
+from recipes.ranks import Launch, Ranks
 
 _LOST = re.compile(
     r"gloo|connection (closed|reset|refused)|timed out|timeout|broken pipe|nccl (error|communicator)|"
@@ -28,12 +30,29 @@ def is_lost_peer(err: BaseException) -> bool:
     """Whether an exception (or one that it was raised from) says that another rank is gone or does not answer."""
     seen: BaseException | None = err
     while seen is not None:
-        if isinstance(seen, dist.DistBackendError | dist.DistNetworkError):
+        if isinstance(seen, dist.DistError):
             return True
         if type(seen) is RuntimeError and _LOST.search(str(seen)):
             return True
         seen = seen.__cause__ or seen.__context__
     return False
+
+
+def absent(err: Exception, launch: Launch, timeout_s: float) -> MoEError:
+    """What to raise from the failure of a rank that tried to meet the others: who did not come, where that is known."""
+    reason, within = str(err).splitlines()[0], f"within {timeout_s:g} s (train.timeout_s)"
+    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    if "EADDRINUSE" in reason:
+        return Unavailable(f"MASTER_PORT: another program listens on {address}; choose a free port")
+    if joined := re.search(r"(\d+)/(\d+) clients joined", reason):
+        who = f"only {joined[1]} of {joined[2]} ranks came {within}"
+    elif waited := re.search(r"wait timeout .*keys: \S*/(\d+)", reason):  # gloo waits for one rank after the other
+        who = f"rank {waited[1]} of {launch.world_size} did not come {within}"
+    elif "connect" in reason:
+        who = f"nobody answered at {address} (MASTER_ADDR, MASTER_PORT), where rank 0 should be, {within}"
+    else:
+        who = f"the {launch.world_size} ranks did not meet {within}: {reason}"
+    return PeerError(f"{who}; look at the first error among all ranks, or start all {launch.world_size}")
 
 
 def watch_peers(ranks: Ranks, timeout_s: float, exit_code: int) -> None:
@@ -44,7 +63,8 @@ def watch_peers(ranks: Ranks, timeout_s: float, exit_code: int) -> None:
     """
     if ranks.group is None:
         return
-    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_s))
     beat = Heartbeat(PrefixStore("heartbeat", store), ranks, timeout_s, exit_code)
     threading.Thread(target=beat.run, name="heartbeat", daemon=True).start()
 

@@ -160,4 +160,5 @@ def test_launching(tmp_path: Path, how: str) -> None:
     output = done.stdout + done.stderr
     assert (done.returncode != 0) == (code != 0), output
     assert said in output
+    assert code != 2 or output.count(said) == 1, output
     assert 'program.py", line' not in output, "a trace of ours in place of a sentence"

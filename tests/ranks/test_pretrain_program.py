@@ -164,14 +164,15 @@ def test_a_lost_rank_ends_the_others_with_3_and_a_message(tmp_path, number, said
         (1, ["parallel.ep_size=1", "parallel.backend=nccl"], ["'nccl'", "'gloo'"]),
     ],
 )
-def test_what_cannot_run_is_refused_once_with_2_before_any_training(tmp_path, world, overrides, parts):
+def test_what_cannot_run_is_refused_in_one_sentence_with_2_before_any_training(tmp_path, world, overrides, parts):
     if "parallel.backend=nccl" in overrides and doctor.machine()["gpus"]:
         pytest.skip("this machine has a GPU")
     job = start(world, [str(write(tmp_path)), *overrides], tmp_path)
     assert job.wait() == [2] * world
-    lines = job.text().strip().splitlines()
+    lines = job.text(0).strip().splitlines()
     assert len(lines) == 1, job.text()
     assert lines[0].startswith("refused: ")
+    assert set(job.text().splitlines()) <= {"", *lines}  # no rank knows anything else
     for part in [str(tmp_path / "small.toml"), *parts]:
         assert part in lines[0]
     assert not (tmp_path / "runs").exists()
@@ -180,15 +181,26 @@ def test_what_cannot_run_is_refused_once_with_2_before_any_training(tmp_path, wo
 @pytest.mark.parametrize(
     ("other", "part"),
     [
-        ("parallel.ep_size=1", "parallel.ep_size is 2 on rank 0 and 1 on rank 1"),
-        ("model.hidden_size=32", "model.hidden_size is 16 on rank 0 and 32 on rank 1"),
+        (["parallel.ep_size=1"], "parallel.ep_size is 2 on rank 0 and 1 on rank 1; start all ranks alike"),
+        (
+            ["model.hidden_size=32", "train.lr=0.5"],
+            "model.hidden_size is 16 on rank 0 and 32 on rank 1; train.lr is 0.01 on rank 0 and 0.5 on rank 1; start",
+        ),
     ],
 )
-def test_ranks_with_different_recipes_are_refused_with_the_difference(tmp_path, other, part):
-    job = start(2, [str(write(tmp_path)), "parallel.ep_size=2"], tmp_path, last_rank_only=(other,))
+def test_ranks_with_different_recipes_are_refused_with_every_difference(tmp_path, other, part):
+    job = start(2, [str(write(tmp_path)), "parallel.ep_size=2"], tmp_path, last_rank_only=tuple(other))
     assert job.wait(30) == [2, 2]
     assert part in job.text()
     assert len(job.text().strip().splitlines()) == 1
+
+
+def test_a_refusal_on_the_last_rank_alone_is_said_there_and_ends_the_first_in_time(tmp_path):
+    job = start(2, [str(write(tmp_path)), "parallel.ep_size=2", "train.timeout_s=3"], tmp_path, ("train.stepz=1",))
+    assert job.wait(30) == [3, 2]
+    assert "refused: " in job.text(1) and "unknown key 'stepz'" in job.text(1)
+    assert "only 1 of 2 ranks came within 3 s" in job.text(0)
+    assert "Traceback" not in job.text()
 
 
 def test_a_truncated_checkpoint_is_named_and_never_skips_what_is_whole(unbroken, tmp_path):
