@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moe_ep.config import DTYPES, MoEConfig, require
-from moe_ep.domino import DominoLayer
+from moe_ep.domino import DominoLayer, launch
 from moe_ep.layer import MoEAux, MoELayer, moe_layers
 
 from .attention import Attention, Rotary
@@ -183,14 +184,29 @@ class Decoder(nn.Module):
         weight = self.embed.weight if self.lm_head is None else self.lm_head.weight
         return F.linear(self.norm(x_BTH), weight)
 
-    def forward(self, ids_BT: Tensor, valid_BT: Tensor | None = None) -> tuple[Tensor, list[MoEAux]]:
-        """See the class. `valid_BT` bool: padding (False) is routed nowhere and counted nowhere."""
-        x, auxes = self.embed(ids_BT), []
-        for layer in self.layers:
-            x, aux = layer(x, valid_BT)
-            if aux is not None:
-                auxes.append(aux)
-        return self.head(x), auxes
+    @overload
+    def forward(self, ids_BT: Tensor, valid_BT: Tensor | None = None) -> tuple[Tensor, list[MoEAux]]: ...
+
+    @overload
+    def forward(
+        self, ids_BT: Sequence[Tensor], valid_BT: Sequence[Tensor | None] | None = None
+    ) -> tuple[list[Tensor], list[list[MoEAux]]]: ...
+
+    def forward(self, ids_BT: Any, valid_BT: Any = None) -> Any:
+        """See the class. `valid_BT` bool: padding (False) is routed nowhere and counted nowhere.
+
+        M micro-batches in a sequence run interleaved (see `moe_ep.domino`), with a list of each in return.
+        """
+        if not isinstance(ids_BT, Tensor):
+            return self._interleaved(ids_BT, valid_BT)
+        (logits,), (auxes,) = self._interleaved([ids_BT], [valid_BT])
+        return logits, auxes
+
+    def _interleaved(
+        self, ids: Sequence[Tensor], valid: Sequence[Tensor | None] | None
+    ) -> tuple[list[Tensor], list[list[MoEAux]]]:
+        pending, auxes = launch(self.layers, [self.embed(each) for each in ids], valid)
+        return [self.head(output.resolve()) for output in pending], auxes
 
     @torch.no_grad()
     def reset_parameters(self, seed: int) -> None:

@@ -68,6 +68,9 @@ class ParallelSection:
 class TrainSection:
     """One optimizer step sees world size x gradient_accumulation x micro_batch_size sequences.
 
+    `intra_layer_micro_batch` of the gradient_accumulation micro-batches go through each layer together, so that one's
+    communication hides behind the others' computation; results do not depend on it, the memory of activations does.
+
     The rate rises linearly over `warmup_steps` to `lr`, then falls along a cosine to `min_lr` at `steps`. `timeout_s`
     bounds every wait for another rank, in seconds.
     """
@@ -102,11 +105,8 @@ class TrainSection:
         grouped, accumulated = self.intra_layer_micro_batch, self.gradient_accumulation
         require(
             accumulated % grouped == 0,
-            f"intra_layer_micro_batch = {grouped} must divide gradient_accumulation = {accumulated}",
-        )
-        require(
-            grouped == 1,
-            f"intra_layer_micro_batch = {grouped} is not available: this version interleaves no micro-batches; use 1",
+            f"intra_layer_micro_batch = {grouped} must divide gradient_accumulation = {accumulated}: it counts "
+            "micro-batches that run together",
         )
 
 

@@ -1,9 +1,9 @@
 """The training loop: what one optimizer step does, in which order, and what happens around it.
 
-A step: fetch all micro-batches; sum their tokens over ranks; forward and backward each, with losses that are sums
-divided by that *global* count; sum the step's figures over ranks; global norm; refuse what is not finite; clip; AdamW;
-selection bias. Every rank makes the same collectives in the same order whatever its data hold, and reads one decision
-(stop or not) from the same sum.
+A step: fetch all micro-batches; sum their tokens over ranks; forward and backward of each group, with losses that are
+sums divided by that *global* count; sum the step's figures over ranks; global norm; refuse what is not finite; clip;
+AdamW; selection bias. Every rank makes the same collectives in the same order whatever its data hold, and reads one
+decision (stop or not) from the same sum.
 """
 
 from __future__ import annotations
@@ -93,20 +93,26 @@ def fetch(trainer: Trainer) -> list[Batch]:
 def forward_backward(trainer: Trainer, batches: list[Batch], stop: bool = False) -> StepSums:
     """Gradients of (sum of cross-entropies + token-weighted balancing losses) / global tokens, and the step's sums.
 
-    The balancing losses of the layers are added up; a piece counts by its share of the global tokens.
+    The balancing losses of the layers are added up; a piece counts by its share of the global tokens. Groups of
+    `intra_layer_micro_batch` pieces run interleaved, and none of these figures depends on that.
     """
     model, ranks = trainer.model, trainer.ranks
     model.train()
     tally = Tally(len(trainer.moe), trainer.recipe.model.num_experts, ranks.device)
     counts = torch.tensor(sum(batch.num_tokens for batch in batches), dtype=torch.float64, device=ranks.device)
     global_tokens = ranks.all_sum(counts).float()
-    for number, batch in enumerate(batches):
-        set_last_micro_batch(model, last=number == len(batches) - 1)
-        logits, auxes = model(batch.ids, batch.valid)
-        losses = loss_sum(logits, batch.targets)
-        total: Tensor = losses + total_aux_loss(auxes).to(losses.device) * batch.num_tokens
-        (total / global_tokens).backward()
-        tally.add(batch.num_tokens, losses, auxes)
+    size = trainer.recipe.train.intra_layer_micro_batch
+    for first in range(0, len(batches), size):
+        group = batches[first : first + size]
+        set_last_micro_batch(model, last=first + size == len(batches))
+        losses = []
+        all_logits, all_auxes = model([batch.ids for batch in group], [batch.valid for batch in group])
+        for batch, logits, auxes in zip(group, all_logits, all_auxes, strict=True):
+            entropies = loss_sum(logits, batch.targets)
+            total: Tensor = entropies + total_aux_loss(auxes).to(entropies.device) * batch.num_tokens
+            losses.append(total / global_tokens)
+            tally.add(batch.num_tokens, entropies, auxes)
+        torch.stack(losses).sum().backward()  # one backward for the group, or it would not interleave
     return tally.unpack(ranks.all_sum(tally.pack(stop)))
 
 
