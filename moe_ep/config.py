@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 import types
 import typing
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypeVar
 
+from .bounds import NOT_NEGATIVE, POSITIVE, Range, check_ranges
 from .errors import RecipeError
 
 RouterName = Literal["softmax", "sigmoid", "grouped"]
@@ -22,6 +22,12 @@ AuxLevel = Literal["batch", "sequence", "none"]
 Kernels = Literal["auto", "cuda", "torch"]
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 C = TypeVar("C")
+_RANGES = {
+    **dict.fromkeys(("num_shared_experts", "aux_loss_coef", "z_loss_coef", "bias_update_rate"), NOT_NEGATIVE),
+    "init_std": NOT_NEGATIVE,
+    "routed_scale": POSITIVE,
+    "capacity_factor": Range(at_least=1, why="(rows are never dropped)"),
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,10 +152,7 @@ def check_moe(config: MoEConfig) -> None:
     for name in ("max_tokens", "num_sms"):
         value = getattr(config, name)
         require(value is None or value >= 1, f"{name} must be at least 1, got {value}; or leave it unset")
-    for name in ("num_shared_experts", "aux_loss_coef", "z_loss_coef", "bias_update_rate", "init_std"):
-        value = getattr(config, name)
-        require(0 <= value < math.inf, f"{name} must be finite and not negative, got {value}")
-    require(0 < config.routed_scale < math.inf, f"routed_scale must be finite and positive, got {config.routed_scale}")
+    check_ranges(config, _RANGES)
     require(
         config.num_shared_experts == 0 or config.shared_intermediate_size >= 1,
         f"num_shared_experts = {config.num_shared_experts} needs shared_intermediate_size >= 1, "
@@ -172,10 +175,6 @@ def check_moe(config: MoEConfig) -> None:
         config.bias_update_rate == 0 or config.router == "sigmoid",
         f"bias_update_rate = {config.bias_update_rate} works with router = 'sigmoid', got {config.router!r}; "
         "set it to 0 or change the router",
-    )
-    require(
-        config.capacity_factor is None or 1 <= config.capacity_factor < math.inf,
-        f"capacity_factor must be finite and at least 1 (rows are never dropped), got {config.capacity_factor}",
     )
     _check_groups(config)
 
@@ -251,8 +250,9 @@ def coerce(value: Any, hint: Any, where: str) -> Any:
     if origin is tuple:
         require(isinstance(value, list | tuple), f"{where} = {value!r} must be a list")
         return tuple(value)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+    if type(value) is int:
+        require(-(2**63) <= value < 2**63, f"{where} = {value} does not fit into 64 bits")
+        value = float(value) if hint is float else value
     if hint is Any or (isinstance(value, hint) and not (isinstance(value, bool) and hint is not bool)):
         return value
     raise RecipeError(f"{where} = {value!r} must be {hint.__name__}, got {type(value).__name__}")

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from moe_ep.bounds import POSITIVE, Range, check_ranges
 from moe_ep.config import DTYPES, MoEConfig, require
 from moe_ep.domino import DominoLayer, launch
 from moe_ep.layer import MoEAux, MoELayer, moe_layers
@@ -85,6 +86,12 @@ _SHARED_WITH_MOE = (
     "shared_intermediate_size", "shared_expert_gate", "dtype", "init_std",
 )  # fmt: skip
 
+_RANGES = {
+    "rope_theta": Range(at_least=1),
+    "rms_norm_eps": Range(at_least=1e-12, at_most=1),  # below, float32 rounds it away beside any activation
+    "init_std": POSITIVE,
+}
+
 
 def _check(config: ModelConfig) -> None:
     sizes = ("vocab_size", "hidden_size", "num_layers", "num_attention_heads", "num_kv_heads", "head_dim")
@@ -104,8 +111,7 @@ def _check(config: ModelConfig) -> None:
         f"first_dense_layers = {config.first_dense_layers} needs intermediate_size >= 1, "
         f"got {config.intermediate_size}",
     )
-    for name in ("rope_theta", "rms_norm_eps", "init_std"):
-        require(getattr(config, name) > 0, f"{name} must be above 0, got {getattr(config, name)}")
+    check_ranges(config, _RANGES)
     require(config.dtype in DTYPES, f"dtype {config.dtype!r} is not one of {', '.join(DTYPES)}")
     config.moe()  # the sizes that it shares with the MoE layers
 

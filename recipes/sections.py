@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from moe_ep.bounds import NOT_NEGATIVE, POSITIVE, Range, check_ranges
 from moe_ep.config import AuxLevel, Kernels, RouterName, Weighting, require
 
 
@@ -64,6 +65,17 @@ class ParallelSection:
         require(self.ep_size >= 1, f"ep_size must be at least 1, got {self.ep_size}")
 
 
+_WEEK_S = 604800
+_TRAIN_RANGES = {
+    "lr": POSITIVE,
+    "min_lr": NOT_NEGATIVE,
+    "warmup_steps": NOT_NEGATIVE,
+    "weight_decay": NOT_NEGATIVE,
+    "clip_norm": Range(above=0, why="(a large one clips nothing)"),
+    "timeout_s": Range(at_least=1, at_most=_WEEK_S, why="(seconds)"),
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSection:
     """One optimizer step sees world size x gradient_accumulation x micro_batch_size sequences.
@@ -94,10 +106,8 @@ class TrainSection:
         counts = ("steps", "micro_batch_size", "sequence_length", "gradient_accumulation", "intra_layer_micro_batch")
         for name in counts:
             require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("warmup_steps", "weight_decay", "min_lr"):
-            require(getattr(self, name) >= 0, f"{name} must not be negative, got {getattr(self, name)}")
-        for name in ("lr", "clip_norm", "timeout_s"):
-            require(getattr(self, name) > 0, f"{name} must be above 0, got {getattr(self, name)}")
+        check_ranges(self, _TRAIN_RANGES)
+        require(self.min_lr <= self.lr, f"min_lr = {self.min_lr} must be at most lr = {self.lr}: the rate falls to it")
         require(0 <= self.seed < 2**63, f"seed must lie in [0, 2^63), got {self.seed}")
         self._check_micro_batches()
 
@@ -118,7 +128,7 @@ class DataSection:
     valid_fraction: float = 0.01
 
     def __post_init__(self) -> None:
-        require(0 < self.valid_fraction < 1, f"valid_fraction must lie inside (0, 1), got {self.valid_fraction}")
+        check_ranges(self, {"valid_fraction": Range(above=0, below=1)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,7 +52,7 @@ def some_ids(*shape: int, seed: int = 0) -> torch.Tensor:
         ({"intermediate_size": 0}, "first_dense_layers = 1 needs intermediate_size >= 1"),
         ({"top_k": 9}, "top_k = 9 is larger than num_experts = 8"),
         ({"dtype": "float8"}, "dtype 'float8' is not one of"),
-        ({"rms_norm_eps": 0.0}, "rms_norm_eps must be above 0"),
+        ({"rms_norm_eps": 0.0}, "rms_norm_eps must be at least 1e-12 and at most 1, got 0.0"),
         ({"vocab_size": 0}, "vocab_size must be at least 1"),
         ({"hiden_size": 32}, "did you mean 'hidden_size'"),
         ({"num_layers": 2.5}, "must be int, got float"),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import typing
 from pathlib import Path
 
 import pytest
 
 from moe_ep.errors import RecipeError
-from recipes.recipe import check_world, load_recipe, to_toml
+from recipes.recipe import SECTIONS, check_world, load_recipe, to_toml
 from tests.ranks.small_recipe import write
 
 RECIPES = sorted((Path(__file__).resolve().parents[2] / "recipes").glob("*.toml"))
@@ -75,8 +76,13 @@ def test_max_tokens_of_the_layer_is_one_micro_batch(path):
         ("train.steps=1.5", ["[train].steps", "must be int", "got float"]),
         ("train.deterministic=1", ["[train].deterministic", "must be bool"]),
         ("train.recompute=all", ["[train].recompute", "'all'", "'none', 'moe', 'layer'"]),
-        ("train.lr=-1.0", ["[train]", "lr must be above 0", "got -1.0"]),
-        ("train.lr=nan", ["[train]", "lr must be above 0", "got nan"]),
+        ("train.lr=-1.0", ["[train]", "lr must be finite and above 0", "got -1.0"]),
+        ("train.lr=nan", ["[train]", "lr must be finite and above 0", "got nan"]),
+        ("train.min_lr=0.02", ["[train]", "min_lr = 0.02 must be at most lr = 0.01"]),
+        ("train.timeout_s=inf", ["[train]", "timeout_s must be at least 1 and at most 604800 (seconds)", "got inf"]),
+        ("train.timeout_s=0.5", ["timeout_s must be at least 1", "got 0.5"]),
+        ("model.rope_theta=0.5", ["[model]", "rope_theta must be finite and at least 1", "got 0.5"]),
+        ("model.rms_norm_eps=2.0", ["[model]", "rms_norm_eps must be at least 1e-12 and at most 1", "got 2.0"]),
         ("train.intra_layer_micro_batch=3", ["intra_layer_micro_batch = 3", "gradient_accumulation = 2"]),
         ("train.intra_layer_micro_batch=4", ["intra_layer_micro_batch = 4", "gradient_accumulation = 2"]),
         ("train.intra_layer_micro_batch=0", ["intra_layer_micro_batch must be at least 1", "got 0"]),
@@ -105,6 +111,26 @@ def test_a_bad_value_is_refused_in_one_sentence_with_file_key_value_and_way_out(
     assert "\n" not in message
     for part in parts:
         assert part in message
+
+
+FLOATS = [
+    f"{section}.{name}"
+    for section, cls in SECTIONS.items()
+    for name, hint in typing.get_type_hints(cls).items()
+    if hint is float or float in typing.get_args(hint)
+]
+
+
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan", "-1.0"])
+@pytest.mark.parametrize("key", FLOATS)
+def test_no_number_of_any_section_may_be_infinite_negative_or_none(path, key, value):
+    message = refusal(path, f"{key}={value}", "moe.router=sigmoid")
+    assert f"{key.partition('.')[2]} must be " in message
+    assert message.endswith(f"got {float(value)}")
+
+
+def test_the_keys_that_hold_numbers_are_seen():
+    assert {"train.lr", "moe.capacity_factor", "model.init_std", "data.valid_fraction"} <= set(FLOATS)
 
 
 def test_recompute_of_moe_layers_needs_moe_layers(path):
