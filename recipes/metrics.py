@@ -104,6 +104,7 @@ class Row:
         step_s, data_s: the whole step, and the part of it spent on making batches.
         peak_mib: most memory of rank 0's process (CPU) or device.
         expert_imbalance, rank_imbalance_before, _after: per MoE layer; before and after replicas.
+        replicas: copies of experts in use, per MoE layer. This version makes none, so nothing changes "after" them.
         host_syncs: that the dispatchers declare for this step; null on the CPU, which has none.
         valid_loss, valid_unigram_entropy: nats/byte of the held-out text, on steps that validate.
     """
@@ -122,8 +123,8 @@ class Row:
     peak_mib: float
     expert_imbalance: list[float]
     rank_imbalance_before: list[float]
-    rank_imbalance_after: list[float] | None
-    replicas: list[int] | None
+    rank_imbalance_after: list[float]
+    replicas: list[int]
     cross_rank_routes: int
     host_syncs: int | None
     eta_s: float
@@ -133,11 +134,12 @@ class Row:
 
 def load_fields(sums: StepSums, ep_size: int) -> dict[str, Any]:
     """The fields of a row that come from the loads."""
+    ranks = imbalance(rank_load(sums.load, ep_size)).tolist()
     return {
         "expert_imbalance": imbalance(sums.load).tolist(),
-        "rank_imbalance_before": imbalance(rank_load(sums.load, ep_size)).tolist(),
-        "rank_imbalance_after": None,
-        "replicas": None,
+        "rank_imbalance_before": ranks,
+        "rank_imbalance_after": list(ranks),
+        "replicas": [0] * len(ranks),
         "cross_rank_routes": sums.cross_rank_routes,
     }
 

@@ -75,6 +75,8 @@ def test_rows_have_exactly_the_documented_keys(unbroken):
     for row in lines:
         assert list(row) == keys
         assert len(row["expert_imbalance"]) == len(row["rank_imbalance_before"]) == 2
+        assert row["rank_imbalance_after"] == row["rank_imbalance_before"]
+        assert row["replicas"] == [0, 0]
         assert all(1 <= value <= 4 for value in row["expert_imbalance"])
         assert row["cross_rank_routes"] > 0
         assert row["tokens_per_s"] > 0

@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 ROW = Row(
     step=7, loss=1.5, aux_loss=1.1, z_loss=None, grad_norm=0.5, lr=1e-3, tokens_per_s=12_340.0, tflops_per_rank=0.1,
     mfu=None, step_s=0.25, data_s=0.01, peak_mib=100.0, expert_imbalance=[1.0, 2.0], rank_imbalance_before=[1.0, 1.5],
-    rank_imbalance_after=None, replicas=None, cross_rank_routes=9, host_syncs=None, eta_s=75.4,
+    rank_imbalance_after=[1.0, 1.5], replicas=[0, 0], cross_rank_routes=9, host_syncs=None, eta_s=75.4,
 )  # fmt: skip
 
 
@@ -56,7 +56,8 @@ def test_sums_are_means_over_tokens_and_layers_and_counts_per_layer():
     assert sums.cross_rank_routes == 8
     fields = load_fields(sums, ep_size=2)
     assert fields["expert_imbalance"] == [2.0, 3.0]
-    assert fields["rank_imbalance_before"] == [2.0, 2.0]
+    assert fields["rank_imbalance_before"] == fields["rank_imbalance_after"] == [2.0, 2.0]
+    assert fields["replicas"] == [0, 0]
 
 
 def test_a_stop_of_any_rank_survives_the_sum():
