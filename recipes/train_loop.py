@@ -152,7 +152,6 @@ def _row(trainer: Trainer, sums: StepSums, norm: float, lr: float, data_s: float
     trainer.recent_s.append(step_s)
     flops = flops_per_token(recipe.model, recipe.train.sequence_length) * sums.tokens / ranks.world_size
     tflops, peak = flops / step_s / 1e12, peak_tflops(ranks.device, recipe.model.dtype)
-    syncs = sum(layer.dispatcher.capabilities.host_syncs for layer in trainer.moe) * recipe.train.gradient_accumulation
     return Row(
         step=trainer.step,
         loss=sums.loss,
@@ -166,10 +165,15 @@ def _row(trainer: Trainer, sums: StepSums, norm: float, lr: float, data_s: float
         step_s=step_s,
         data_s=data_s,
         peak_mib=peak_mib(ranks.device),
-        host_syncs=syncs if ranks.device.type == "cuda" else None,
+        host_syncs=declared_host_syncs(trainer) if ranks.device.type == "cuda" else None,
         eta_s=(recipe.train.steps - trainer.step) * sum(trainer.recent_s) / len(trainer.recent_s),
         **load_fields(sums, ranks.ep_size),
     )
+
+
+def declared_host_syncs(trainer: Trainer) -> int:
+    """How often a step's dispatchers wait for the device, as the ones that were built say."""
+    return sum(layer.dispatcher.host_syncs for layer in trainer.moe) * trainer.recipe.train.gradient_accumulation
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from recipes.optim import global_norm
 from recipes.parallel import expert_names
 from recipes.ranks import Ranks, over_process_group, same_everywhere
 from recipes.recipe import load_recipe
-from recipes.train_loop import Trainer, fetch, forward_backward, save, train_step, validate
+from recipes.train_loop import Trainer, declared_host_syncs, fetch, forward_backward, save, train_step, validate
 from tests.ranks.small_recipe import write
 
 WORLD = 4
@@ -211,6 +211,20 @@ def test_bfloat16_trains_with_float32_masters_and_routers(pool, folder, ep_size)
         assert losses[-1] < losses[0] - 0.05
         assert router_dtypes == {torch.float32}
         assert {master.dtype for master in masters.values()} == {torch.float32}
+
+
+def syncs_of(group, rank, folder, overrides):
+    return declared_host_syncs(make(folder, 4, *overrides))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "syncs"),
+    [((), 2 * 2), (("moe.dispatcher=agrs",), 2 * 2),
+     (("moe.dispatcher=agrs", "moe.router=grouped", "moe.num_groups=4", "model.top_k=4"), 0)],
+)  # fmt: skip
+def test_host_syncs_are_those_of_the_form_that_was_built(pool, folder, overrides, syncs):
+    """Two layers and two micro-batches; agrs with the grouped router knows its rows without asking the device."""
+    assert pool.run(syncs_of, folder, overrides) == [syncs] * WORLD
 
 
 RESUMING = ("moe.router=sigmoid", "moe.bias_update_rate=0.01")
