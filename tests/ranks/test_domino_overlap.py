@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from moe_ep import InputError, NonFiniteError, Pending, ProtocolError, RecipeError, domino, moe_layers
+from moe_ep.dispatch.ticket import Ticket
 from moe_ep.domino import DominoLayer, DominoStack, launch
 from moe_ep.schedule import schedule
 from moe_ep.testing.ranks import RankPool
@@ -84,23 +86,68 @@ def test_a_layer_returns_before_its_last_combine_is_over(pool: RankPool) -> None
     assert pool.run(body_unfinished) == [[False, True]] * 2
 
 
+def run_step(model: DominoStack, xs: list[torch.Tensor]) -> list[torch.Tensor]:
+    ys, auxes = model(xs)
+    torch.stack([loss_of(y, said) for y, said in zip(ys, auxes, strict=True)]).sum().backward()
+    return [*(y.detach() for y in ys), *(x.grad for x in xs)]
+
+
 def body_steady(group: dist.ProcessGroup, rank: int) -> list[int]:
-    model = small_stack(group)
+    """Lanes, free lanes and live tickets after step 10, after step 200, with outputs pending, and without them."""
+    model = small_stack(group, dense=(False, True))
     (dispatcher,) = {layer.dispatcher for layer in moe_layers(model)}
-    lanes = []
-    for _ in range(3):
-        ys, auxes = model(inputs(rank, 3))
-        torch.stack([loss_of(y, said) for y, said in zip(ys, auxes, strict=True)]).sum().backward()
-        lanes += [dispatcher.lanes.num_lanes, dispatcher.lanes.num_free]
-    pending, _ = launch(model.layers, inputs(rank, 3))
-    lanes += [dispatcher.lanes.num_free]
+
+    def figures() -> list[int]:
+        tickets = sum(isinstance(thing, Ticket) for thing in gc.get_objects())
+        return [dispatcher.lanes.num_lanes, dispatcher.lanes.num_free, tickets]
+
+    seen = []
+    gc.disable()  # nothing may need the collector to go
+    for number in range(1, 201):
+        run_step(model, inputs(rank, 3))
+        seen += figures() if number in (10, 200) else []
+    pending = launch(model.layers[:1], inputs(rank, 3))
+    seen += figures()
     del pending  # abandoned, never resolved
-    return [*lanes, dispatcher.lanes.num_free]
+    seen += figures()
+    gc.enable()
+    return seen
 
 
-def test_m_lanes_serve_all_layers_and_steps_and_come_back(pool: RankPool) -> None:
-    for lanes in pool.run(body_steady):
-        assert lanes == [3] * 6 + [0, 3]
+def test_lanes_and_tickets_do_not_grow_and_come_back(pool: RankPool) -> None:
+    for seen in pool.run(body_steady):
+        assert seen == [3, 3, 0] * 2 + [3, 0, 3] + [3, 3, 0]
+
+
+class Broken(Exception):
+    """What an expert of the user's raises."""
+
+
+def body_error(group: dist.ProcessGroup, rank: int, layer: int, micro_batch: int) -> None:
+    """Experts fail in the midst of a group, on all ranks; the next step knows nothing of it."""
+    model, untouched = small_stack(group, dense=LAYERS), small_stack(group, dense=LAYERS)
+    calls = 0
+
+    def fail(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == micro_batch + 1:
+            raise Broken
+
+    hook = model.layers[layer].moe.experts.register_forward_pre_hook(fail)  # type: ignore[union-attr,arg-type]
+    with pytest.raises(Broken):
+        run_step(model, inputs(rank, 3))
+    hook.remove()
+    (dispatcher,) = {each.dispatcher for each in moe_layers(model)}
+    assert dispatcher.lanes.num_free == dispatcher.lanes.num_lanes == 3
+    model.zero_grad()
+    for got, want in zip(run_step(model, inputs(rank, 3)), run_step(untouched, inputs(rank, 3)), strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(("layer", "micro_batch"), [(0, 0), (0, 2), (1, 1)])
+def test_a_step_after_one_that_failed_halfway_is_whole(pool: RankPool, layer: int, micro_batch: int) -> None:
+    pool.run(body_error, layer, micro_batch)
 
 
 def test_a_pending_output_is_resolved_once() -> None:
