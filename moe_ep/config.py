@@ -60,6 +60,9 @@ class DispatchConfig:
     num_sms: int | None = None
     options: tuple[tuple[str, Any], ...] = ()
 
+    def __post_init__(self) -> None:
+        check_types(self)
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MoEConfig:
@@ -117,6 +120,7 @@ class MoEConfig:
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_moe(self)
 
     def dispatch(self) -> DispatchConfig:
@@ -134,6 +138,17 @@ class MoEConfig:
             num_sms=self.num_sms,
             options=self.options,
         )
+
+
+def check_types(config: Any) -> None:
+    """Hold every field of a dataclass against its annotation, as `from_mapping` does for a table.
+
+    Raises:
+        RecipeError: wrong type, or a value outside a Literal.
+    """
+    hints = typing.get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        coerce(getattr(config, field.name), hints[field.name], field.name)
 
 
 def check_moe(config: MoEConfig) -> None:

@@ -18,6 +18,7 @@ from .errors import CapacityError, InputError, MoEError, NonFiniteError, PeerErr
 from .routing import Routing, count_bad_ids
 
 FORWARD_ONLY = 1  # the value of a pair without a fault, where no gradient is recorded
+NUM_WORDS = 3  # that each rank sends along with its counts: code, value, and which micro-batch of which layer it is at
 
 
 class Fault(enum.IntEnum):
@@ -33,7 +34,11 @@ class Fault(enum.IntEnum):
 
 
 _SENTENCES: dict[Fault, tuple[type[MoEError], str]] = {
-    Fault.BAD_INPUT: (InputError, "the input has a wrong shape, dtype or device; its own message says which"),
+    Fault.BAD_INPUT: (
+        InputError,
+        "it failed before its tokens were sent (a wrong shape, dtype or device, or an exception in the router); its "
+        "own message says what",
+    ),
     Fault.TOO_MANY_TOKENS: (CapacityError, "{value} tokens are more than max_tokens; raise it or send fewer"),
     Fault.BAD_IDS: (InputError, "{value} expert ids lie outside [-1, {num_experts}); look at the router"),
     Fault.BAD_GROUP: (InputError, "{value} routes of the grouped router name an expert outside their column's rank"),
@@ -51,29 +56,45 @@ def describe(code: int, value: int, where: str, num_experts: int) -> MoEError:
     return kind(f"{where}: {sentence.format(value=value, num_experts=num_experts)}")
 
 
-def raise_faults(statuses: Sequence[tuple[int, int]], rank: int, where: str, num_experts: int) -> None:
+def raise_faults(words: Sequence[Sequence[int]], rank: int, where: str, num_experts: int) -> None:
     """Raise if any rank reported a fault: the own error where the fault is, PeerError elsewhere.
 
-    Ranks of which only some record gradients are a fault of all: the next backward would have no partner.
+    Two things are a fault of all ranks: some record gradients and some do not, so that the next backward would have no
+    partner; or they are not at the same micro-batch of the same layer, so that rows would be mixed up.
 
     Args:
-        statuses: (code, value) of each rank, in rank order.
+        words: code, value and place (see `place_of`) of each rank, in rank order.
         rank: this rank.
         where: layer and micro-batch, for the message.
         num_experts: E, for the message.
     """
-    own_code, own_value = statuses[rank]
+    own_code, own_value, _ = words[rank]
     if own_code:
         raise describe(own_code, own_value, where, num_experts)
-    for peer, (code, value) in enumerate(statuses):
+    for peer, (code, value, _) in enumerate(words):
         if code:
             fault = describe(code, value, where, num_experts)
             raise PeerError(f"rank {peer} reported a fault, so that no rank goes on: {fault}")
-    without = [str(peer) for peer, (_, value) in enumerate(statuses) if value == FORWARD_ONLY]
-    if 0 < len(without) < len(statuses):
+    _same_place([place for _, _, place in words])
+    without = [str(peer) for peer, (_, value, _) in enumerate(words) if value == FORWARD_ONLY]
+    if 0 < len(without) < len(words):
         raise PeerError(
-            f"{where}: rank {', '.join(without)} of {len(statuses)} runs under no_grad and the others do not, so a "
+            f"{where}: rank {', '.join(without)} of {len(words)} runs under no_grad and the others do not, so a "
             "backward would wait for ever; all ranks train or all evaluate"
+        )
+
+
+def place_of(layer: int, micro_batch: int) -> int:
+    """Layer and micro-batch as one int that ranks compare."""
+    return (layer << 16) | (micro_batch & 0xFFFF)
+
+
+def _same_place(places: Sequence[int]) -> None:
+    if len(set(places)) > 1:
+        at = ", ".join(f"rank {r} at layer {p >> 16}, micro-batch {p & 0xFFFF}" for r, p in enumerate(places))
+        raise PeerError(
+            f"the ranks are not at the same micro-batch: {at}. All ranks of a group take layers and micro-batches in "
+            "one order; give layers of one model different layer_index values"
         )
 
 
@@ -106,7 +127,8 @@ class FaultRecord:
 
     def __init__(self, device: torch.device, num_experts: int) -> None:
         self.num_experts = num_experts
-        self.word = torch.zeros((), dtype=torch.int64, device=device)
+        with torch.inference_mode(False):  # made in an evaluation, it must still serve training
+            self.word = torch.zeros((), dtype=torch.int64, device=device)
 
     def note(self, status: Tensor, layer: int, micro_batch: int) -> None:
         """Keep the larger of the record and this fault; no host sync, capturable."""

@@ -6,6 +6,7 @@ one after the other. Nothing of a micro-batch is kept on the module: it lives in
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 
 import torch
@@ -18,7 +19,7 @@ from .dispatch.agreement import agree
 from .dispatch.registry import build_dispatcher, refusal
 from .dispatch.ticket import Ticket
 from .eager import eager
-from .errors import InputError, MoEError, Unavailable
+from .errors import InputError, MoEError, RecipeError, Unavailable
 from .experts import SharedExperts, build_experts
 from .load import rank_load
 from .losses import RouterAux
@@ -68,7 +69,9 @@ class MoELayer(nn.Module):
         group: the expert-parallel group of R ranks; None: this rank holds all experts and no process group is needed.
         layer_index: for messages, counters and initial weights.
 
-    All ranks of the group call forward (and backward) equally often, also with zero tokens.
+    All ranks of the group call forward (and backward) equally often and in the same order, also with zero tokens. The
+    experts differ from rank to rank: keep them out of what a framework makes equal (DistributedDataParallel over the
+    expert-parallel group copies rank 0's parameters to all, unless `experts` is in its ignored parameters).
 
     Inside a compiled model (torch.compile) the layer runs eagerly between the graphs in front of it and behind it, so
     changing routes recompile nothing; `fullgraph=True` cannot work around it. See `moe_ep.eager`.
@@ -88,7 +91,7 @@ class MoELayer(nn.Module):
             self._build_local(group)
         except MoEError as err:
             error = err
-        agree(f"MoE layer {layer_index}", asdict(config), error, group)
+        agree(f"MoE layer {layer_index}", {"layer_index": layer_index, **asdict(config)}, error, group)
         self.dispatcher = build_dispatcher(config.dispatch(), group)
 
     def _build_local(self, group: dist.ProcessGroup | None) -> None:
@@ -99,6 +102,10 @@ class MoELayer(nn.Module):
         error = refusal(config.dispatch(), group)
         if error is not None:
             raise error
+        if not 0 <= layer_index < 1 << 16:
+            raise RecipeError(
+                f"layer_index must lie in [0, 65536), got {layer_index}; number the layers of a model from 0"
+            )
         rank, num_ranks = (0, 1) if group is None else (group.rank(), group.size())
         num_local = config.num_experts // num_ranks
         self.router = build_router(config, layer_index, rank=rank, num_ranks=num_ranks)
@@ -121,9 +128,9 @@ class MoELayer(nn.Module):
         """Run the layer on one micro-batch.
 
         Args:
-            x: [..., H] in the configured dtype; with three dimensions the first is the sequence (for the
-                sequence-level balancing loss).
-            valid: bool [...], False for padding: no route, output zero (but for shared experts), in no loss or counter.
+            x: [..., S, H] in the configured dtype, sequences of S tokens (for the sequence-level balancing loss).
+            valid: bool [...], False for padding, which may hold anything: no route, output zero, in no loss, gradient
+                or counter.
             micro_batch: for messages.
 
         Raises:
@@ -131,7 +138,7 @@ class MoELayer(nn.Module):
         """
         flight = self.launch_dispatch(x, valid, micro_batch=micro_batch)
         self.launch_combine(flight)
-        shared = self.run_shared(x)
+        shared = self.run_shared(x if valid is None else x.masked_fill(~valid[..., None], 0))
         y = self.resolve(flight)
         return (y if shared is None else y + shared), self.aux_of(flight)
 
@@ -163,8 +170,8 @@ class MoELayer(nn.Module):
             raise InputError(f"valid must be {shape[:-1]}, as x without H, got {_shape_of(valid)}")
         x_TH = x.reshape(-1, x.shape[-1])
         valid_T = None if valid is None else valid.reshape(-1)
-        sequences = max(x.shape[0], 1) if x.dim() == 3 else 1  # a batch without sequences has no tokens: one of none
-        return x_TH, *self.router(x_TH, valid_T=valid_T, num_sequences=sequences)
+        sequences = math.prod(shape[:-2])  # a batch without sequences has no tokens: one of none
+        return x_TH, *self.router(x_TH, valid_T=valid_T, num_sequences=max(sequences, 1))
 
     @eager
     def launch_combine(self, flight: LayerFlight) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .config import MoEConfig, nearest
+from .config import MoEConfig, nearest, require
 from .errors import InputError, RecipeError
 from .initial import SHARED_EXPERT_ID, generator_for, normal_
 from .load import expert_load
@@ -44,6 +44,12 @@ class Router(nn.Module):
 
     def __init__(self, config: MoEConfig, layer_index: int, *, rank: int = 0, num_ranks: int = 1) -> None:
         super().__init__()
+        untrained = config.top_k == 1 and config.normalize_weights and not config.force_balance
+        require(
+            not untrained or config.aux_loss_coef > 0 or config.z_loss_coef > 0,
+            "top_k = 1 with normalize_weights = true makes every weight 1, so that nothing trains the router; set "
+            "normalize_weights = false, or a loss coefficient",
+        )
         self.config, self.layer_index = config, layer_index
         self.rank, self.num_ranks = rank, num_ranks
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size, dtype=torch.float32))

@@ -114,7 +114,10 @@ class Lane:
     """What one in-flight micro-batch needs for itself: a host buffer for counts, and the event of its last writer."""
 
     def __init__(self, num_ints: int, pinned: bool) -> None:
-        self.host = torch.empty(num_ints, dtype=torch.int64, pin_memory=pinned)
+        with torch.inference_mode(
+            False
+        ):  # lanes outlive the micro-batch: one made in an evaluation serves training too
+            self.host = torch.empty(num_ints, dtype=torch.int64, pin_memory=pinned)
         self.event: Any = None
 
     def idle(self) -> bool:

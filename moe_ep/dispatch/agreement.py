@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..errors import MoEError, PeerError, lost_peer
+from ..errors import InputError, MoEError, PeerError, lost_peer
 
 
 def agree(what: str, values: Mapping[str, Any], error: MoEError | None, group: dist.ProcessGroup | None) -> None:
@@ -22,8 +22,10 @@ def agree(what: str, values: Mapping[str, Any], error: MoEError | None, group: d
     Raises:
         PeerError: the ranks differ (each difference named, the same message everywhere), another rank has an error, or
             did not come within the group's timeout.
+        InputError: `group` is no process group, or this rank is not in it.
         MoEError: this rank's own error.
     """
+    check_group(group)
     if group is not None and group.size() > 1:
         everybody: list[Any] = [None] * group.size()
         mine = (dict(values), None if error is None else str(error))
@@ -40,6 +42,17 @@ def agree(what: str, values: Mapping[str, Any], error: MoEError | None, group: d
             _raise_peer_error(what, [text for _, text in everybody])
     if error is not None:
         raise error
+
+
+def check_group(group: dist.ProcessGroup | None) -> None:
+    """Raise InputError unless `group` is None or a process group that this rank belongs to."""
+    if group is None or isinstance(group, dist.ProcessGroup):
+        return
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise InputError(
+            "this rank is not in the expert-parallel group that it was given; pass each rank its own group"
+        )
+    raise InputError(f"the expert-parallel group must be a ProcessGroup or None, got {type(group).__name__}")
 
 
 def _differences(given: list[dict[str, Any]]) -> list[str]:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..config import DispatchConfig
-from ..faults import Fault, raise_faults
+from ..faults import NUM_WORDS, Fault, raise_faults
 from ..permute import ExpertInput, SortedRoutes, gather_rows, make_offsets, sort_routes, sum_rows
 from ..routing import NO_ROUTE, Routing
 from ..streams import InFlight
@@ -56,7 +56,7 @@ class Agrs(Dispatcher):
         num_ranks = 1 if group is None else group.size()
         self.block = config.max_tokens or 0
         self.grouped = config.router == "grouped" and config.num_groups == num_ranks == config.top_k
-        self.num_lane_ints = 2 * num_ranks + config.num_experts // num_ranks
+        self.num_lane_ints = NUM_WORDS * num_ranks + config.num_experts // num_ranks
         super().__init__(config, group)
 
     @property
@@ -85,9 +85,9 @@ class Agrs(Dispatcher):
         return torch.where((strays > 0) & (status[0] == 0), stray, status)
 
     def _send_ids(self, ticket: Ticket, ids_TK: Tensor, status: Tensor) -> tuple[InFlight, Tensor]:
-        """All-gather C*K ids and the status of each rank; returns the exchange and its result [R, C*K + 2]."""
+        """All-gather C*K ids, status and place of each rank; returns the exchange and its result [R, C*K + 3]."""
         padded = _pad(ids_TK, self.block, NO_ROUTE)
-        sent = torch.cat([padded.reshape(-1), status.to(ids_TK.dtype)])
+        sent = torch.cat([padded.reshape(-1), self.words(ticket, status.to(ids_TK.dtype))])
         gathered = sent.new_empty((self.num_ranks, sent.numel()))
         launch = self.comm(sent.device).launch
         what = f"exchange of ids of {ticket.where}"
@@ -102,10 +102,10 @@ class Agrs(Dispatcher):
         state: AgrsState = ticket.state
         assert state.early is not None and state.gathered is not None, "no ids"
         state.early.wait()
-        statuses = state.gathered[:, -2:]
-        ids = state.gathered[:, :-2].reshape(-1, self.config.top_k)
+        words = state.gathered[:, -NUM_WORDS:]
+        ids = state.gathered[:, :-NUM_WORDS].reshape(-1, self.config.top_k)
         routes = sort_routes(self._local_ids(ids), self.num_local)
-        counts = self._read(ticket, statuses, routes.counts)
+        counts = self._read(ticket, words, routes.counts)
         num_rows = ids.shape[0] if self.grouped else sum(counts or ())
         transfer = GatherRows(self.group, self.num_ranks, self.block)
         flight = Flight(transfer, self.comm(ids.device), f"dispatch of {ticket.where}")
@@ -122,18 +122,18 @@ class Agrs(Dispatcher):
             local = torch.where(column == self.rank, local, NO_ROUTE)
         return local
 
-    def _read(self, ticket: Ticket, statuses: Tensor, counts_L: Tensor) -> tuple[int, ...] | None:
+    def _read(self, ticket: Ticket, words_R3: Tensor, counts_L: Tensor) -> tuple[int, ...] | None:
         """Statuses and counts on the host; in the grouped form on CUDA neither, the record keeps the fault."""
         if self.grouped and counts_L.device.type == "cuda":
-            self.faults(counts_L.device).note(statuses[self.rank], ticket.layer, ticket.micro_batch)
+            self.faults(counts_L.device).note(words_R3[self.rank], ticket.layer, ticket.micro_batch)
             return None
         assert ticket.lane is not None, "no lane"
-        both = torch.cat([statuses.reshape(-1), counts_L])
+        both = torch.cat([words_R3.reshape(-1), counts_L])
         ticket.lane.host.copy_(both)
         values = ticket.lane.host.tolist()
-        pairs = [(values[2 * r], values[2 * r + 1]) for r in range(self.num_ranks)]
-        raise_faults(pairs, self.rank, ticket.where, self.config.num_experts)
-        return tuple(values[2 * self.num_ranks :])
+        words = [values[NUM_WORDS * r : NUM_WORDS * (r + 1)] for r in range(self.num_ranks)]
+        raise_faults(words, self.rank, ticket.where, self.config.num_experts)
+        return tuple(values[NUM_WORDS * self.num_ranks :])
 
     def _dispatch_postprocess(self, ticket: Ticket) -> ExpertInput:
         state: AgrsState = ticket.state

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..config import DispatchConfig
-from ..faults import Fault, raise_faults
+from ..faults import NUM_WORDS, Fault, raise_faults
 from ..permute import ExpertInput, SortedRoutes, gather_rows, make_offsets, sort_routes, sum_rows
 from ..routing import Routing
 from ..streams import InFlight
@@ -57,7 +57,7 @@ class All2All(Dispatcher):
 
     def __init__(self, config: DispatchConfig, group: dist.ProcessGroup | None) -> None:
         num_ranks = 1 if group is None else group.size()
-        self.num_lane_ints = 2 * num_ranks * (config.num_experts // num_ranks + 2)
+        self.num_lane_ints = 2 * num_ranks * (config.num_experts // num_ranks + NUM_WORDS)
         super().__init__(config, group)
 
     def _dispatch_preprocess(self, ticket: Ticket, x_TH: Tensor, routing: Routing) -> None:
@@ -70,14 +70,15 @@ class All2All(Dispatcher):
         )
 
     def _send_counts(self, ticket: Ticket, counts_E: Tensor, status: Tensor) -> tuple[InFlight, Tensor]:
-        """Exchange [R, L + 2]: what goes to each expert of each rank, and this rank's status.
+        """Exchange [R, L + 3]: what goes to each expert of each rank, and this rank's status and place.
 
         Returns:
             the exchange, whose host values are what was sent and what was received, and the received counts
             [R, L] on the device, valid behind it.
         """
         counts_RL = counts_E.view(self.num_ranks, self.num_local)
-        sent = torch.cat([counts_RL, status.to(counts_E).expand(self.num_ranks, 2)], dim=1).contiguous()
+        words = self.words(ticket, status.to(counts_E)).expand(self.num_ranks, NUM_WORDS)
+        sent = torch.cat([counts_RL, words], dim=1)
         both = sent.new_empty((2, *sent.shape))
         both[0] = sent
         ones = [1] * self.num_ranks
@@ -108,13 +109,13 @@ class All2All(Dispatcher):
     def _dispatch(self, ticket: Ticket) -> None:
         state: All2AllState = ticket.state
         assert state.early is not None, "no counts"
-        num_ranks, width = self.num_ranks, self.num_local + 2
+        num_ranks, width = self.num_ranks, self.num_local + NUM_WORDS
         flat = self.read_ints(ticket, state.early)
         rows = [tuple(flat[i * width : (i + 1) * width]) for i in range(2 * num_ranks)]
         sent, received = rows[:num_ranks], rows[num_ranks:]
-        raise_faults([(row[-2], row[-1]) for row in received], self.rank, ticket.where, self.config.num_experts)
-        send = tuple(sum(row[:-2]) for row in sent)
-        state = replace(state, early=None, send=send, recv_RL=tuple(row[:-2] for row in received))
+        raise_faults([row[-NUM_WORDS:] for row in received], self.rank, ticket.where, self.config.num_experts)
+        send = tuple(sum(row[:-NUM_WORDS]) for row in sent)
+        state = replace(state, early=None, send=send, recv_RL=tuple(row[:-NUM_WORDS] for row in received))
         num_sent, num_received = state.routes.row_token.numel(), sum(state.recv)
         transfer = AllToAllRows(self.group, list(send), state.recv, num_sent, num_received)
         flight = Flight(transfer, self.comm(ticket.payload[0].device), f"dispatch of {ticket.where}")

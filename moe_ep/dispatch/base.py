@@ -17,7 +17,7 @@ from torch import Tensor
 from ..config import DispatchConfig
 from ..eager import eager
 from ..errors import InputError, MoEError, ProtocolError
-from ..faults import Fault, FaultRecord, routing_status
+from ..faults import Fault, FaultRecord, place_of, routing_status
 from ..permute import ExpertInput
 from ..routing import Routing
 from ..streams import CommStream, InFlight, LanePool, comm_stream
@@ -52,7 +52,7 @@ class Dispatcher(ABC):
         self.lanes = LanePool(self.num_lane_ints)
         self._faults: FaultRecord | None = None
         self._device: torch.device | None = None  # of the last micro-batch
-        self._closed = False
+        self.closed = False
 
     # what a back end writes
 
@@ -108,7 +108,7 @@ class Dispatcher(ABC):
                 read). The other ranks get a PeerError that names this one.
             CapacityError: more tokens than max_tokens.
         """
-        ticket = Ticket(layer, micro_batch)
+        ticket = Ticket(layer, micro_batch, owner=self)
         self._enter(ticket, Stage.DISPATCH_PREPROCESS)
         fault = self._find_fault(x_TH, routing)
         if fault is not None:
@@ -143,7 +143,9 @@ class Dispatcher(ABC):
             PeerError: a rank was lost, or did not make the same call in time.
         """
         self._enter(ticket, Stage.DISPATCH_POSTPROCESS)
-        return self._run(ticket, Stage.DISPATCH_POSTPROCESS, lambda: self._dispatch_postprocess(ticket))
+        rows = self._run(ticket, Stage.DISPATCH_POSTPROCESS, lambda: self._dispatch_postprocess(ticket))
+        ticket.num_rows = rows.capacity
+        return rows
 
     @eager
     def combine_preprocess(self, ticket: Ticket, y_NH: Tensor) -> None:
@@ -153,11 +155,12 @@ class Dispatcher(ABC):
             InputError: wrong shape or dtype.
         """
         self._enter(ticket, Stage.COMBINE_PREPROCESS)
-        if y_NH.dim() != 2 or y_NH.shape[1] != self.config.hidden_size or y_NH.dtype != self.dtype:
+        wanted = (ticket.num_rows, self.config.hidden_size)
+        if tuple(y_NH.shape) != wanted or y_NH.dtype != self.dtype:
             ticket.release()
             raise InputError(
-                f"{ticket.where}: the experts' output must be [N, {self.config.hidden_size}] {self.dtype}, "
-                f"got {tuple(y_NH.shape)} {y_NH.dtype}"
+                f"{ticket.where}: the experts' output must be {wanted} {self.dtype}, one row for each row of the "
+                f"ExpertInput, got {tuple(y_NH.shape)} {y_NH.dtype}"
             )
         self._run(ticket, Stage.COMBINE_PREPROCESS, lambda: self._combine_preprocess(ticket, y_NH))
 
@@ -186,7 +189,7 @@ class Dispatcher(ABC):
         The others get a PeerError from their `dispatch` instead of waiting until the group's timeout. `device` is where
         x lies, None where there is no x to speak of.
         """
-        ticket = Ticket(layer, micro_batch)
+        ticket = Ticket(layer, micro_batch, owner=self)
         self._announce(ticket, self._home(device), Fault.BAD_INPUT, 0)
         ticket.release()
 
@@ -197,7 +200,7 @@ class Dispatcher(ABC):
 
     def close(self) -> None:
         """Free the static resources; call it before the process group goes. Idempotent, no collective by default."""
-        self._closed = True
+        self.closed = True
 
     # for back ends
 
@@ -210,6 +213,10 @@ class Dispatcher(ABC):
     def status(self, routing: Routing) -> Tensor:
         """(code, value) of this rank's routing, int64 [2] on its device: what the other ranks must learn."""
         return routing_status(routing, duplicates=self.capabilities.duplicates)
+
+    def words(self, ticket: Ticket, status: Tensor) -> Tensor:
+        """A status and the ticket's place, int64 [3]: what travels to every rank along with the counts."""
+        return torch.cat([status, status.new_full((1,), place_of(ticket.layer, ticket.micro_batch))])
 
     def comm(self, device: torch.device) -> CommStream:
         """The comm stream of (device, group)."""
@@ -226,7 +233,12 @@ class Dispatcher(ABC):
     # internals
 
     def _enter(self, ticket: Ticket, stage: Stage) -> None:
-        if self._closed:
+        if ticket.owner is not self:
+            raise ProtocolError(
+                f"{ticket.where}: {stage.label} was called on another dispatcher than the one that made the ticket; "
+                "pass it to the stages of that one"
+            )
+        if self.closed:
             raise ProtocolError(f"{ticket.where}: {stage.label} was called on a closed {self.name} dispatcher")
         ticket.expect(stage)
 

@@ -42,7 +42,7 @@ class Local(Dispatcher):
         status = self.status(routing)
         if x_TH.device.type == "cpu":
             code, value = status.tolist()
-            raise_faults([(code, value)], 0, ticket.where, self.config.num_experts)
+            raise_faults([(code, value, 0)], 0, ticket.where, self.config.num_experts)
         else:
             self.faults(x_TH.device).note(status, ticket.layer, ticket.micro_batch)
         ticket.state = LocalState(routes=sort_routes(routing.expert_ids, self.config.num_experts))

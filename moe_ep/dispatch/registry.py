@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ..config import DispatchConfig, nearest
 from ..errors import MoEError, RecipeError, Unavailable
-from .agreement import agree
+from .agreement import agree, check_group
 from .base import Dispatcher
 from .capabilities import capability_reasons
 
@@ -110,6 +110,7 @@ def _load(point: importlib.metadata.EntryPoint) -> type[Dispatcher]:
 
 def unavailable_reasons(config: DispatchConfig, group: dist.ProcessGroup | None) -> list[str]:
     """Sentences that say why a configuration cannot run on this rank. Empty: it can."""
+    check_group(group)
     try:
         cls = find_dispatcher(config.name)
     except (RecipeError, Unavailable) as err:
@@ -140,7 +141,7 @@ def build_dispatcher(config: DispatchConfig, group: dist.ProcessGroup | None = N
         PeerError: the ranks disagree about the configuration, or another one cannot run it; no rank is left waiting.
     """
     key = (config, group)
-    if key not in _built:
+    if key not in _built or _built[key].closed:
         agree("the dispatcher", asdict(config), refusal(config, group), group)
         _built[key] = find_dispatcher(config.name)(config, group)
     return _built[key]

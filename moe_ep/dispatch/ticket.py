@@ -37,7 +37,9 @@ class Ticket:
     """State of one micro-batch between its six stages. Made by `Dispatcher.dispatch_preprocess`.
 
     Attributes:
-        layer, micro_batch: for messages.
+        owner: the dispatcher that made it; no other one takes it.
+        layer, micro_batch: for messages, and compared between ranks.
+        num_tokens, num_rows: T, and N once the rows are there.
         stage: the last stage passed.
         payload: tensors in flight between two stages. Whoever carries them elsewhere in between (a pending output
             that a framework looks through) puts them back before the next stage.
@@ -46,15 +48,27 @@ class Ticket:
     """
 
     __slots__ = (
-        "__weakref__", "_layout_args", "_return_lane", "lane", "layer", "micro_batch", "num_tokens", "payload", "stage",
+        "__weakref__",
+        "_layout_args",
+        "_return_lane",
+        "lane",
+        "layer",
+        "micro_batch",
+        "num_rows",
+        "num_tokens",
+        "owner",
+        "payload",
+        "stage",
         "state",
     )  # fmt: skip
 
-    def __init__(self, layer: int, micro_batch: int) -> None:
+    def __init__(self, layer: int, micro_batch: int, owner: object = None) -> None:
+        self.owner = owner
         self.layer = layer
         self.micro_batch = micro_batch
         self.stage = Stage.NEW
         self.num_tokens = 0
+        self.num_rows = 0
         self.payload: tuple[Tensor, ...] = ()
         self.state: Any = None
         self.lane: Lane | None = None

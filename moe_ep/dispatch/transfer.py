@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..errors import ProtocolError
 from ..streams import CommStream, InFlight, is_async
 
 Tensors = tuple[Tensor, ...]
@@ -84,6 +85,7 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
         # the gradients handed in are what finish sent away; the answer is what came back
+        refuse_second_derivatives()
         return (None, None, *ctx.flight.wait_backward())
 
 
@@ -96,8 +98,18 @@ class _Finish(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        refuse_second_derivatives()
         ctx.flight.launch_backward(grads)
         return (None, *grads)
+
+
+def refuse_second_derivatives() -> None:
+    """Raise ProtocolError in a backward that records itself: what travels carries no graph, so it would be wrong."""
+    if torch.is_grad_enabled():
+        raise ProtocolError(
+            "backward with create_graph=True reached a dispatcher: second derivatives do not travel between ranks; "
+            "keep the MoE layer out of them"
+        )
 
 
 def start(flight: Flight, *payload: Tensor) -> Tensors:

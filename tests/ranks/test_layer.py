@@ -18,6 +18,7 @@ from moe_ep import (
     MoELayer,
     NonFiniteError,
     PeerError,
+    ProtocolError,
     Unavailable,
     update_routers,
 )
@@ -180,7 +181,9 @@ def test_one_expert_rank_makes_no_collective(pool: RankPool, dispatcher: str) ->
 
 
 def repeat(group: dist.ProcessGroup, rank: int, num_steps: int) -> None:
-    config = MoEConfig(**(BASE | dict(num_experts=group.size(), top_k=1, shared_expert_gate=False)))
+    config = MoEConfig(
+        **(BASE | dict(num_experts=group.size(), top_k=1, normalize_weights=False, shared_expert_gate=False))
+    )
     layer, alone = MoELayer(config, group), MoELayer(config, None)
     for step in range(num_steps):
         x = torch.randn(rank + step % 3, 16, generator=torch.Generator().manual_seed(10 * step + rank))
@@ -217,3 +220,101 @@ def test_routers_are_updated_once_a_step_from_the_loads_of_all_ranks(pool: RankP
     results = pool.run(global_loads)
     assert all(result == results[0] for result in results), "biases are equal on all ranks"
     assert results[0][0] == [2 * (1 + 2 + 3 + 4)] * 2
+
+
+def layers_in_another_order(group: dist.ProcessGroup, rank: int, dispatcher: str) -> str:
+    layers = [MoELayer(MoEConfig(**(BASE | dict(dispatcher=dispatcher))), group, layer_index=i) for i in range(2)]
+    try:
+        for layer in layers if rank == 0 else reversed(layers):
+            layer(torch.randn(2, 16))
+    except PeerError as err:
+        return str(err)
+    return ""
+
+
+@pytest.mark.parametrize("dispatcher", ["all2all", "agrs"])
+def test_layers_called_in_another_order_are_named_on_every_rank(pool: RankPool, dispatcher: str) -> None:
+    """Rows of two layers would be mixed up without a word: nothing but the order says what belongs together."""
+    for text in pool.run(layers_in_another_order, dispatcher, num_ranks=2):
+        assert "rank 0 at layer 0, micro-batch 0, rank 1 at layer 1, micro-batch 0" in text
+
+
+def second_derivative(group: dist.ProcessGroup, rank: int) -> str:
+    layer = MoELayer(MoEConfig(**(BASE | dict(experts="loop"))), group)
+    x = torch.randn(3, 16, requires_grad=True)
+    y, _ = layer(x)
+    try:
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+    except ProtocolError as err:
+        return str(err)
+    return ""
+
+
+def test_second_derivatives_are_refused_and_not_wrong(pool: RankPool) -> None:
+    assert all("second derivatives do not travel" in text for text in pool.run(second_derivative, num_ranks=2))
+
+
+def evaluate_first(group: dist.ProcessGroup, rank: int, dispatcher: str) -> None:
+    layer = MoELayer(MoEConfig(**(BASE | dict(dispatcher=dispatcher))), group)
+    with torch.inference_mode():
+        layer(torch.randn(3, 16))
+    run_layer(layer, torch.randn(3, 16))
+
+
+@pytest.mark.parametrize("dispatcher", ["all2all", "agrs"])
+def test_a_check_in_inference_mode_before_training_spoils_nothing(pool: RankPool, dispatcher: str) -> None:
+    pool.run(evaluate_first, dispatcher, num_ranks=2)
+
+
+def build_with(group: dist.ProcessGroup, rank: int, case: str) -> str:
+    config = MoEConfig(**BASE)
+    try:
+        if case == "index":
+            MoELayer(config, group, layer_index=rank)
+        else:
+            MoELayer(config, {"number": 3, "outsider": dist.GroupMember.NON_GROUP_MEMBER}[case])
+    except MoEError as err:
+        return str(err)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("case", "want"),
+    [
+        ("index", "layer_index is 0 on rank 0, 1 on rank 1"),
+        ("number", "must be a ProcessGroup or None, got int"),
+        ("outsider", "this rank is not in the expert-parallel group"),
+    ],
+)
+def test_what_cannot_be_a_layer_of_this_group_is_refused(pool: RankPool, case: str, want: str) -> None:
+    assert all(want in text for text in pool.run(build_with, case, num_ranks=2))
+
+
+def test_padding_may_hold_anything_with_shared_experts_too() -> None:
+    layer = MoELayer(MoEConfig(**BASE))
+    valid = torch.tensor([True, False, True])
+    x = torch.randn(3, 16, requires_grad=True)
+    with torch.no_grad():
+        x[1] = float("nan")
+    y, aux = layer(x, valid)
+    (y[valid].square().sum() + aux.loss).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
+    assert (y[1] == 0).all() and x.grad is not None and (x.grad[1] == 0).all()
+
+
+def test_a_closed_dispatcher_is_not_handed_out_again() -> None:
+    config = MoEConfig(**BASE)
+    MoELayer(config).dispatcher.close()
+    MoELayer(config)(torch.randn(2, 16))
+
+
+def test_stages_of_another_dispatcher_or_wrong_rows_are_refused() -> None:
+    one, other = MoELayer(MoEConfig(**BASE)), MoELayer(MoEConfig(**(BASE | dict(top_k=3))))
+    flight = one.launch_dispatch(torch.randn(4, 16))
+    with pytest.raises(ProtocolError, match="dispatch_postprocess was called on another dispatcher"):
+        other.dispatcher.dispatch_postprocess(flight.ticket)
+    rows = one.dispatcher.dispatch_postprocess(flight.ticket)
+    with pytest.raises(
+        InputError, match=r"must be \(8, 16\) torch.float32, one row for each row of the ExpertInput, got \(7"
+    ):
+        one.dispatcher.combine_preprocess(flight.ticket, torch.zeros(rows.capacity - 1, 16))

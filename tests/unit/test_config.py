@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from typing import Any, Literal
 
 import pytest
@@ -156,3 +157,22 @@ def test_a_grouped_router_is_taken_exactly_when_every_group_can_give_its_share(
     else:
         with pytest.raises(RecipeError):
             from_mapping(MoEConfig, table, WHERE)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (dict(weighting="activations"), "weighting = 'activations' is not one of 'output', 'activation'"),
+        (dict(aux_loss="sequences"), "aux_loss = 'sequences' is not one of"),
+        (dict(kernels="fast"), "kernels = 'fast' is not one of"),
+        (dict(normalize_weights="false"), "normalize_weights = 'false' must be bool, got str"),
+        (dict(max_tokens=6.5), "max_tokens = 6.5 must be int, got float"),
+        (dict(top_k=2.0), "top_k = 2.0 must be int, got float"),
+        (dict(init_std="x"), "init_std = 'x' must be float, got str"),
+        (dict(options={"a": 1}), "options = {'a': 1} must be a list"),
+    ],
+)
+def test_a_configuration_made_in_code_is_held_to_its_types(changes: dict[str, object], text: str) -> None:
+    sizes: dict[str, Any] = dict(hidden_size=8, expert_intermediate_size=8, num_experts=4, top_k=2)
+    with pytest.raises(RecipeError, match=re.escape(text)):
+        MoEConfig(**(sizes | changes))

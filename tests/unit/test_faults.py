@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_ep import InputError, NonFiniteError, PeerError, Routing
-from moe_ep.faults import Fault, FaultRecord, raise_faults, routing_status
+from moe_ep.faults import Fault, FaultRecord, place_of, raise_faults, routing_status
 
 
 def routing(ids: list[list[int]], bad_tokens: int | None = None) -> Routing:
@@ -29,11 +29,11 @@ def test_the_status_of_a_routing_names_its_worst_fault(value: Routing, want: tup
 
 
 def test_no_fault_raises_nothing() -> None:
-    raise_faults([(0, 0), (0, 0)], 1, "layer 0, micro-batch 0", 4)
+    raise_faults([(0, 0, 5), (0, 0, 5)], 1, "layer 0, micro-batch 0", 4)
 
 
 def test_the_own_fault_is_raised_as_what_it_is_and_a_peers_as_peer_error() -> None:
-    statuses = [(0, 0), (int(Fault.NON_FINITE), 7)]
+    statuses = [(0, 0, 5), (int(Fault.NON_FINITE), 7, 6)]
     with pytest.raises(NonFiniteError, match=r"layer 2, micro-batch 1: non-finite router logits in 7 tokens"):
         raise_faults(statuses, 1, "layer 2, micro-batch 1", 4)
     with pytest.raises(PeerError, match=r"rank 1 reported.*layer 2, micro-batch 1.*7 tokens"):
@@ -64,4 +64,13 @@ def test_an_expert_twice_in_a_token_is_a_fault_only_where_a_back_end_cannot_serv
     assert routing_status(twice, duplicates=False).tolist() == [Fault.DUPLICATES, 2]
     assert routing_status(routing([[1, 0, 2], [-1, -1, -1]]), duplicates=False).tolist() == [Fault.NONE, 0]
     with pytest.raises(InputError, match="2 tokens name an expert twice"):
-        raise_faults([(int(Fault.DUPLICATES), 2)], 0, "layer 0, micro-batch 0", 4)
+        raise_faults([(int(Fault.DUPLICATES), 2, 0)], 0, "layer 0, micro-batch 0", 4)
+
+
+def test_ranks_at_another_layer_or_micro_batch_are_a_fault_of_all() -> None:
+    words = [(0, 0, place_of(2, 0)), (0, 0, place_of(2, 1)), (0, 0, place_of(3, 0))]
+    for rank in range(3):
+        with pytest.raises(
+            PeerError, match="rank 0 at layer 2, micro-batch 0, rank 1 at layer 2, micro-batch 1, rank 2 at layer 3"
+        ):
+            raise_faults(words, rank, "layer 2, micro-batch 0", 4)

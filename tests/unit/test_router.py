@@ -103,8 +103,17 @@ def test_weights_carry_gradient_to_router_and_rows(kind: str) -> None:
 
 
 def test_unknown_router_is_refused_with_the_nearest_name() -> None:
-    with pytest.raises(RecipeError, match=r"router 'softmx' is unknown; did you mean 'softmax'"):
+    with pytest.raises(RecipeError, match=r"router = 'softmx' is not one of 'softmax', 'sigmoid', 'grouped'"):
         build_router(config(router="softmx"), 0)
+
+
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
+def test_a_router_that_nothing_trains_is_refused(kind: str) -> None:
+    """With one expert a token, normalised weights are all 1: rounding noise would move the router."""
+    with pytest.raises(RecipeError, match="top_k = 1 with normalize_weights = true makes every weight 1"):
+        build_router(config(router=kind, top_k=1), 0)
+    build_router(config(router=kind, top_k=1, normalize_weights=False), 0)
+    build_router(config(router=kind, top_k=1, aux_loss_coef=0.1), 0)
 
 
 # ---- float32 ----
@@ -256,7 +265,8 @@ def test_zero_tokens_forward_and_backward(kind: str, force: bool) -> None:
 @pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
 def test_extreme_top_k(kind: str, shape: tuple[int, int]) -> None:
     top_k, experts = shape
-    routing, _ = build_router(config(router=kind, top_k=top_k, num_experts=experts), 0)(rows(7))
+    value = config(router=kind, top_k=top_k, num_experts=experts, z_loss_coef=0.1)
+    routing, _ = build_router(value, 0)(rows(7))
     if top_k == experts:
         assert (routing.expert_ids.sort(1).values == torch.arange(experts)).all()
     assert ((routing.expert_ids >= 0) & (routing.expert_ids < experts)).all()
