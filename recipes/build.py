@@ -70,7 +70,7 @@ def build_model(recipe: Recipe, ranks: Ranks) -> Decoder:
 
 
 def resume(trainer: Trainer) -> str:
-    """Take up a checkpoint if the recipe means one; returns a sentence for the log. Collective.
+    """Take up a checkpoint if the recipe means one; returns a sentence for the log. A collective that only reads.
 
     Raises:
         CheckpointError: on every rank.
@@ -80,18 +80,38 @@ def resume(trainer: Trainer) -> str:
     path = ranks.together(lambda: checkpoint.find(recipe.checkpoint.resume, folder))
     same_everywhere(ranks, {"checkpoint": path and path.name}, recipe.source)
     if path is None:
-        aside = ranks.gather(ranks.together(lambda: set_aside(recipe.folder) if ranks.rank == 0 else None))[0]
-        return "starts at step 0" if aside is None else f"starts at step 0; the run of this name before is now {aside}"
+        return "starts at step 0"
     parts = (trainer.model, trainer.optimizer, trainer.entries)
     progress = checkpoint.restore(path, dataclasses.asdict(recipe.model), *parts, ranks)
-    trainer.step = progress.step
-    trainer.saved_step = progress.step if path.parent == folder else -1
+    trainer.step, trainer.resumed_from = progress.step, path
+    trainer.saved_step = progress.step if checkpoint.is_step(path, folder, progress.step) else -1
     before, now = progress.samples_per_step, samples_per_step(recipe, ranks)
     shift = "" if before == now else f" (a step has {now} sequences, not {before} as before: other text follows)"
     return f"resumes at step {progress.step} from {path}{shift}"
 
 
 def set_aside(folder: Path) -> Path | None:
+def make_way(trainer: Trainer) -> str | None:
+    """Put aside, before training goes on, what a later "auto" would otherwise take for newer than this run; collective.
+
+    Returns:
+        A sentence for the log; None where nothing stood in the way.
+    """
+    folder, path, step = trainer.recipe.folder, trainer.resumed_from, trainer.step
+
+    def act() -> str | None:
+        if trainer.ranks.rank != 0:
+            return None
+        if path is None:
+            aside = set_aside(folder)
+            return None if aside is None else f"the run of this name before is now {aside}"
+        left = checkpoint.put_aside(folder / "checkpoints", path, step)
+        names = ", ".join(old.name for old in left)
+        return f"put aside, as this run goes on from step {step} without them: {names}" if left else None
+
+    return trainer.ranks.gather(trainer.ranks.together(act))[0]
+
+
     """Rename the folder of an earlier run that has checkpoints, so that a later "auto" cannot take those up."""
     if checkpoint.newest(folder / "checkpoints") is None:
         return None

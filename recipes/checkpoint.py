@@ -3,14 +3,12 @@
 Tensors go through torch.distributed.checkpoint. Experts are stored one by one under their *global* id, so that a run
 saved with ep_size = 4 resumes with 2 or 1; everything else is stored whole, whatever its sharding was. A checkpoint
 is written beside and renamed after every rank is done: a folder named step-* is complete, or it was damaged later,
-which `meta.json` (sizes of all files) shows.
+which `meta.json` (sizes and digests of all files) shows.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import re
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -27,13 +25,23 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from moe_ep.errors import CheckpointError
+from recipes.checkpoint_folder import find, is_step, list_steps, newest, prune, put_aside, rename_aside, step_name
+from recipes.checkpoint_meta import (
+    FileRecord,
+    check_contents,
+    check_sizes,
+    first_line,
+    read_meta,
+    reading,
+    record,
+    write_meta,
+)
 from recipes.entries import Entries
 from recipes.optim import ShardedAdamW
 from recipes.ranks import Ranks
 
-FORMAT = 1
-META = "meta.json"
-_STEP = re.compile(r"step-(\d{8})")
+__all__ = ["Progress", "find", "is_step", "list_steps", "load", "newest", "put_aside", "restore", "save"]
+
 _SHOWN = 3  # differing names that a message lists
 
 
@@ -48,18 +56,20 @@ class Progress:
 def save(
     folder: Path, progress: Progress, model_config: dict[str, Any], entries: Entries, ranks: Ranks, keep: int
 ) -> Path:
-    """Write `folder`/step-N and remove all but the newest `keep`; a collective.
+    """Write `folder`/step-N and remove all but the newest `keep` up to it; a collective.
 
     Raises:
         CheckpointError: on every rank, where any rank could not write. The checkpoints before it are intact.
     """
-    final = folder / f"step-{progress.step:08d}"
+    final = folder / step_name(progress.step)
     partial = folder / f".partial-{final.name}"
+    facts = {"step": progress.step, "samples_per_step": progress.samples_per_step, "model": model_config}
     try:
         ranks.together(lambda: _prepare(folder, partial) if ranks.rank == 0 else None)
         with _one_rank_is_fine():
             save_tensors(entries.tensors, storage_writer=FileSystemWriter(partial), no_dist=ranks.group is None)
-        ranks.together(lambda: _seal(partial, final, progress, model_config) if ranks.rank == 0 else None)
+        files = ranks.gather(ranks.together(lambda: _records(partial, ranks.rank)))
+        ranks.together(lambda: _seal(partial, final, facts, files) if ranks.rank == 0 else None)
     except (Exception, CheckpointException) as err:  # the latter is a BaseException
         if ranks.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
@@ -69,8 +79,7 @@ def save(
         )
         raise error from err
     if ranks.rank == 0:
-        for _, old in list_steps(folder)[:-keep]:
-            shutil.rmtree(old, ignore_errors=True)
+        prune(folder, progress.step, keep)
     return final
 
 
@@ -89,102 +98,53 @@ def _prepare(folder: Path, partial: Path) -> None:
     partial.mkdir()
 
 
-def _seal(partial: Path, final: Path, progress: Progress, model_config: dict[str, Any]) -> None:
-    files = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
-    meta = {"format": FORMAT, "step": progress.step, "samples_per_step": progress.samples_per_step}
-    (partial / META).write_text(json.dumps({**meta, "model": model_config, "files": files}, indent=1) + "\n")
-    if final.exists():
-        shutil.rmtree(final)
+def _records(partial: Path, rank: int) -> dict[str, FileRecord]:
+    """Of the files that this rank wrote, which nobody else needs to read again."""
+    return {path.name: record(path) for path in partial.glob(f"__{rank}_*")}
+
+
+def _seal(partial: Path, final: Path, facts: dict[str, Any], files: list[dict[str, FileRecord]]) -> None:
+    known = {name: entry for of_rank in files for name, entry in of_rank.items()}
+    written = {path.name: known.get(path.name) or record(path) for path in partial.iterdir()}
+    write_meta(partial, facts, written)
+    if final.exists():  # of another line of training: it is not this run's to delete
+        rename_aside(final)
     partial.rename(final)
-
-
-def first_line(err: BaseException) -> str:
-    """The sentence that explains a failure: of the root cause where torch.distributed.checkpoint wrapped it."""
-    failures = getattr(err, "failures", None)
-    if failures:
-        cause = next(iter(failures.values()))
-        err = cause[0] if isinstance(cause, tuple) else cause
-    return f"{type(err).__name__}: {str(err).strip().splitlines()[0] if str(err).strip() else 'no message'}"
-
-
-def list_steps(folder: Path) -> list[tuple[int, Path]]:
-    """Complete checkpoints of a folder, oldest first."""
-    if not folder.is_dir():
-        return []
-    found = [(match, path) for path in folder.iterdir() if (match := _STEP.fullmatch(path.name)) and path.is_dir()]
-    return sorted((int(match[1]), path) for match, path in found)
-
-
-def newest(folder: Path) -> Path | None:
-    """The checkpoint of the highest step, or None."""
-    steps = list_steps(folder)
-    return steps[-1][1] if steps else None
-
-
-def find(resume: str, folder: Path) -> Path | None:
-    """The checkpoint that `checkpoint.resume` means: a path names a step's folder, or a folder of checkpoints or a run.
-
-    Raises:
-        CheckpointError: nothing there.
-    """
-    if resume == "auto":
-        return newest(folder)
-    if resume == "never":
-        return None
-    path = Path(resume)
-    for candidate in (path if (path / META).exists() else None, newest(path), newest(path / "checkpoints")):
-        if candidate is not None:
-            return candidate
-    raise CheckpointError(f"checkpoint.resume = {resume!r}: no complete checkpoint there")
 
 
 def load(path: Path, model_config: dict[str, Any], entries: Entries, ranks: Ranks) -> Progress:
     """Fill the run's tensors in place; a collective. Strict: every name and shape must be the run's own.
 
     Raises:
-        CheckpointError: on every rank; missing, truncated, of another format or another model, naming what differs.
+        CheckpointError: on every rank; missing, truncated, damaged, of another format or another model, naming what
+            differs.
     """
-    progress: Progress = ranks.together(lambda: _inspect(path, model_config, entries))
-    try:
-        with _one_rank_is_fine():
-            load_tensors(entries.tensors, storage_reader=FileSystemReader(path), no_dist=ranks.group is None)
-    except (Exception, CheckpointException) as err:  # the latter is a BaseException
-        raise CheckpointError(f"{path}: cannot be read ({first_line(err)}); resume from another checkpoint") from err
+    progress: Progress = ranks.together(lambda: _inspect(path, model_config, ranks))
+    ranks.together(lambda: _compare(path, _stored_shapes(path), entries.shapes))
+    with reading(path), _one_rank_is_fine():
+        load_tensors(entries.tensors, storage_reader=FileSystemReader(path), no_dist=ranks.group is None)
     return progress
 
 
-def _inspect(path: Path, model_config: dict[str, Any], entries: Entries) -> Progress:
-    meta = read_meta(path)
-    for key in sorted(model_config.keys() | meta["model"].keys()):
-        theirs, ours = meta["model"].get(key), model_config.get(key)
-        if theirs != ours:
-            raise CheckpointError(
-                f"{path} holds another model: model.{key} is {theirs!r} there and {ours!r} in the recipe"
-            )
-    for name, size in meta["files"].items():
-        real = (path / name).stat().st_size if (path / name).exists() else None
-        if real != size:
-            what = "is missing" if real is None else f"has {real} bytes instead of {size}"
-            raise CheckpointError(f"{path} is truncated: {name} {what}; resume from an older checkpoint")
-    stored = FileSystemReader(path).read_metadata().state_dict_metadata
-    shapes = {k: tuple(m.size) for k, m in stored.items() if isinstance(m, TensorStorageMetadata)}
-    _compare(path, shapes, entries.shapes)
-    return Progress(step=meta["step"], samples_per_step=meta["samples_per_step"])
+def _inspect(path: Path, model_config: dict[str, Any], ranks: Ranks) -> Progress:
+    """Whether it is this model's and undamaged, before anything in it is used; the ranks share the reading."""
+    with reading(path):
+        meta = read_meta(path)
+        for key in sorted(model_config.keys() | meta["model"].keys()):
+            theirs, ours = meta["model"].get(key), model_config.get(key)
+            if theirs != ours:
+                raise CheckpointError(
+                    f"{path} holds another model: model.{key} is {theirs!r} there and {ours!r} in the recipe"
+                )
+        check_sizes(path, meta["files"])
+        check_contents(path, meta["files"], sorted(meta["files"])[ranks.rank :: ranks.world_size])
+        return Progress(step=meta["step"], samples_per_step=meta["samples_per_step"])
 
 
-def read_meta(path: Path) -> dict[str, Any]:
-    """meta.json of a checkpoint.
-
-    Raises:
-        CheckpointError: missing, unreadable, or of a format that this version does not know.
-    """
-    try:
-        meta: dict[str, Any] = json.loads((path / META).read_text())
-    except (OSError, ValueError) as err:
-        raise CheckpointError(f"{path} is no complete checkpoint: {META}: {first_line(err)}") from err
-    if meta.get("format") != FORMAT:
-        raise CheckpointError(f"{path} has format {meta.get('format')!r}; this version reads {FORMAT}")
-    return meta
+def _stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    with reading(path):
+        stored = FileSystemReader(path).read_metadata().state_dict_metadata
+        return {k: tuple(m.size) for k, m in stored.items() if isinstance(m, TensorStorageMetadata)}
 
 
 def _compare(path: Path, stored: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from moe_ep import doctor
 from moe_ep.dispatch import close_dispatchers
 from recipes import plots
-from recipes.build import build, resume
+from recipes.build import build, make_way, resume
 from recipes.generate import generate
 from recipes.metrics import MetricsFile, Row, closing_line, console_line, read_rows
 from recipes.ranks import Ranks
@@ -44,6 +44,8 @@ class Session:
         stopped = False
         while trainer.step < self.recipe.train.steps and not stopped:
             stopped = self._step(trainer, metrics)
+        if (said := make_way(trainer)) is not None:
+            self.say(said)
         self._stop_trace()
         save(trainer)
         self._plots()

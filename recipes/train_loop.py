@@ -12,6 +12,7 @@ import dataclasses
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -46,6 +47,7 @@ class Trainer:
     entries: Entries
     step: int = 0
     saved_step: int = -1
+    resumed_from: Path | None = None
     recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=20))
 
     @property
