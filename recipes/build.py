@@ -15,6 +15,7 @@ from recipes import checkpoint
 from recipes.corpus import Corpus, CorpusError, load_corpus
 from recipes.data import TrainData, ValidData, encode
 from recipes.entries import Entries
+from recipes.files import writing
 from recipes.model import Decoder
 from recipes.optim import ShardedAdamW, owned_parameters
 from recipes.parallel import expert_names, recompute, shard
@@ -90,7 +91,6 @@ def resume(trainer: Trainer) -> str:
     return f"resumes at step {progress.step} from {path}{shift}"
 
 
-def set_aside(folder: Path) -> Path | None:
 def make_way(trainer: Trainer) -> str | None:
     """Put aside, before training goes on, what a later "auto" would otherwise take for newer than this run; collective.
 
@@ -112,8 +112,10 @@ def make_way(trainer: Trainer) -> str | None:
     return trainer.ranks.gather(trainer.ranks.together(act))[0]
 
 
+def set_aside(folder: Path) -> Path | None:
     """Rename the folder of an earlier run that has checkpoints, so that a later "auto" cannot take those up."""
     if checkpoint.newest(folder / "checkpoints") is None:
         return None
     aside = next(path for n in itertools.count(1) if not (path := folder.with_name(f"{folder.name}.old{n}")).exists())
-    return folder.rename(aside)
+    with writing(folder):
+        return folder.rename(aside)

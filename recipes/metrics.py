@@ -20,6 +20,7 @@ from torch import Tensor
 
 from moe_ep.layer import MoEAux
 from moe_ep.load import imbalance, rank_load
+from recipes.files import RunFolderError, replace_text, writing
 from recipes.model import ModelConfig
 
 # Dense bf16 TFLOP/s without sparsity, from the vendor's data sheets; matched against the device's name.
@@ -177,26 +178,35 @@ def peak_mib(device: torch.device) -> float:
 
 
 class MetricsFile:
-    """metrics.jsonl of a run; rows after `step` are dropped, so that a resumed run has each step once."""
+    """metrics.jsonl of a run; rows after `step` are dropped, so that a resumed run has each step once.
+
+    Raises:
+        RunFolderError: here and in `add`; it cannot be read or written.
+    """
 
     def __init__(self, path: Path, step: int) -> None:
         self.path = path
         kept = [row for row in read_rows(path) if row["step"] <= step]
-        path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        replace_text(path, "".join(json.dumps(row) + "\n" for row in kept))
 
     def add(self, row: Row) -> None:
         """Append one row."""
-        with self.path.open("a") as out:
+        with writing(self.path), self.path.open("a") as out:
             out.write(json.dumps(asdict(row), allow_nan=False) + "\n")
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """All complete rows; a last line that a killed run left half written is not one."""
-    if not path.exists():
-        return []
-    text = path.read_text()
-    complete = text[: text.rfind("\n") + 1]
-    return [json.loads(line) for line in complete.splitlines()]
+    """All complete rows; a last line that a killed run left half written is not one.
+
+    Raises:
+        RunFolderError: it cannot be read, or a line in it is no row.
+    """
+    try:
+        text = path.read_text() if path.exists() else ""
+        complete = text[: text.rfind("\n") + 1]
+        return [json.loads(line) for line in complete.splitlines()]
+    except (OSError, ValueError) as err:
+        raise RunFolderError(f"{path} cannot be read ({err}); mend it, or rename it to start another") from err
 
 
 def console_line(row: Row, steps: int) -> str:

@@ -16,6 +16,7 @@ def draw(folder: Path) -> list[Path]:
 
     Raises:
         ImportError: no matplotlib.
+        OSError: a picture cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -28,7 +29,11 @@ def draw(folder: Path) -> list[Path]:
         figure = Figure(figsize=(9, 4.5), layout="constrained")  # no pyplot: no global state, no display
         FigureCanvasAgg(figure)
         paint(figure, rows)
-        figure.savefig(folder / name, dpi=110)
+        try:
+            figure.savefig(folder / name, dpi=110)
+        except OSError:
+            (folder / name).unlink(missing_ok=True)  # half a picture
+            raise
         written.append(folder / name)
     return written
 

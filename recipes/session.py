@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
 from types import FrameType
 
 import torch
@@ -15,6 +18,7 @@ from moe_ep import doctor
 from moe_ep.dispatch import close_dispatchers
 from recipes import plots
 from recipes.build import build, make_way, resume
+from recipes.files import replace_text, unwritable, writing
 from recipes.generate import generate
 from recipes.metrics import MetricsFile, Row, closing_line, console_line, read_rows
 from recipes.ranks import Ranks
@@ -40,16 +44,17 @@ class Session:
         trainer = build(self.recipe, self.ranks)
         self._banner(trainer)
         self.say(resume(trainer))
-        metrics = self._open_folder(trainer)
-        stopped = False
-        while trainer.step < self.recipe.train.steps and not stopped:
-            stopped = self._step(trainer, metrics)
         if (said := make_way(trainer)) is not None:
             self.say(said)
+        metrics = self._open_folder(trainer)
+        stopped, first, started = False, trainer.step, time.monotonic()
+        while trainer.step < self.recipe.train.steps and not stopped:
+            stopped = self._step(trainer, metrics)
         self._stop_trace()
+        trained = f"{trainer.step - first} of them here in {timedelta(seconds=round(time.monotonic() - started))}"
         save(trainer)
-        self._plots()
-        self._last_words(trainer, stopped)
+        pictures = self._plots()
+        self._last_words(trainer, stopped, trained, pictures)
 
     def close(self) -> None:
         """Leave the process group in order; every rank is done."""
@@ -78,8 +83,7 @@ class Session:
             row = with_validation(trainer, row)
         if number == 1 or _due(number, recipe.metrics.every) or due or sums.stop:
             self.say(console_line(row, recipe.train.steps))
-            if metrics is not None:
-                metrics.add(row)
+            self.ranks.together(lambda: None if metrics is None else metrics.add(row))  # a full disk ends all alike
         self.last_row = row
         if _due(number, recipe.checkpoint.every):
             save(trainer)
@@ -112,10 +116,11 @@ class Session:
             if self.ranks.rank != 0:
                 return None
             folder = self.recipe.folder
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "recipe.toml").write_text(to_toml(self.recipe))
+            with writing(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+            replace_text(folder / "recipe.toml", to_toml(self.recipe))
             environment = {**doctor.diagnose(), "corpus": asdict(trainer.corpus)}
-            (folder / "env.json").write_text(json.dumps(environment, indent=1) + "\n")
+            replace_text(folder / "env.json", json.dumps(environment, indent=1) + "\n")
             return MetricsFile(folder / "metrics.jsonl", trainer.step)
 
         file: MetricsFile | None = self.ranks.together(make)
@@ -134,21 +139,26 @@ class Session:
     def _stop_trace(self) -> None:
         if self.profiler is None:
             return
-        self.profiler.stop()
-        folder = self.recipe.folder / "trace"
-        folder.mkdir(exist_ok=True)
-        self.profiler.export_chrome_trace(str(folder / f"rank{self.ranks.rank}.json"))
-        self.profiler = None
+        profiler, self.profiler = self.profiler, None
+        profiler.stop()
+        path = self.recipe.folder / "trace" / f"rank{self.ranks.rank}.json"
+        self.ranks.together(lambda: export_trace(profiler, path))
 
-    def _plots(self) -> None:
+    def _plots(self) -> list[Path]:
+        """Draw the pictures; a run never fails for want of one."""
         if self.ranks.rank != 0:
-            return
+            return []
         try:
-            plots.draw(self.recipe.folder)
+            return plots.draw(self.recipe.folder)
         except ImportError as err:
             self.say(f"no plots: {err}; pip install 'moe-ep[plots]' and rerun: it resumes at the last step")
+        except Exception as err:  # a full disk, or whatever else goes wrong in somebody else's library
+            self.say(
+                f"no plots in {self.recipe.folder}: {type(err).__name__}: {err}; rerun: it resumes at the last step"
+            )
+        return []
 
-    def _last_words(self, trainer: Trainer, stopped: bool) -> None:
+    def _last_words(self, trainer: Trainer, stopped: bool, trained: str, pictures: list[Path]) -> None:
         folder, row = self.recipe.folder, self.last_row
         if stopped:
             self.say(f"SIGTERM: saved step {trainer.step} in {folder / 'checkpoints'}; the same command goes on")
@@ -156,14 +166,32 @@ class Session:
         loss = row.valid_loss if row is not None else validate(trainer)
         self.say(
             f"done: held-out loss {loss:.4f} nats/byte (unigram entropy {trainer.corpus.valid_unigram_entropy:.3f}, "
-            f"gzip {trainer.corpus.valid_gzip:.3f}) after {trainer.step} steps, {time.strftime('%H:%M:%S')}"
+            f"gzip {trainer.corpus.valid_gzip:.3f}) after {trainer.step} steps, {trained}"
         )
-        rows = read_rows(folder / "metrics.jsonl") if self.ranks.rank == 0 else []
+        rows = self.ranks.together(lambda: read_rows(folder / "metrics.jsonl") if self.ranks.rank == 0 else [])
         if rows:
             self.say(closing_line(rows))
         sample = generate(trainer.model, PROMPT, SAMPLE_TOKENS, 0.7, self.recipe.train.seed)
         self.say("sample: " + (PROMPT + sample).decode("utf-8", "replace"))
-        self.say(f"metrics {folder / 'metrics.jsonl'}  plots {folder / 'loss.png'}, {folder / 'load.png'}")
+        drawn = f"  plots {', '.join(map(str, pictures))}" if pictures else ""
+        self.say(f"metrics {folder / 'metrics.jsonl'}{drawn}")
+
+
+def export_trace(profiler: torch.profiler.profile, path: Path) -> None:
+    """Write a trace. The profiler says nothing where the disk is full, so its end is looked at.
+
+    Raises:
+        RunFolderError: it cannot be written.
+    """
+    with writing(path):
+        path.parent.mkdir(exist_ok=True)
+        profiler.export_chrome_trace(str(path))
+        with path.open("rb") as file:
+            file.seek(-min(1000, os.fstat(file.fileno()).st_size), os.SEEK_END)
+            end = file.read()
+    if b'"traceName"' not in end or not end.rstrip().endswith(b"}"):
+        path.unlink(missing_ok=True)
+        raise unwritable(path, "only a part of it was")
 
 
 def _due(number: int, every: int) -> bool:

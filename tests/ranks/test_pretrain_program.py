@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -93,7 +94,8 @@ def test_one_line_a_step_and_the_resolved_dispatcher_on_one_rank_only(unbroken):
     assert len(lines) == 8
     for part in ("step 8/8", "loss", "grad", "lr", "tok/s", "imbalance", "s/step", "eta 0:00:00", "valid"):
         assert part in lines[-1]
-    assert "done: held-out loss" in text
+    assert re.search(r"done: held-out loss .* nats/byte .* after 8 steps, 8 of them here in 0:0\d:\d\d\n", text)
+    assert re.search(r"metrics \S+metrics.jsonl  plots \S+loss.png, \S+load.png\n", text)
     assert re.search(
         r"imbalance \(max/mean, averaged over layers\): experts \d+\.\d\d, ranks \d+\.\d\d; .* tokens/s", text
     )
@@ -228,6 +230,20 @@ def test_a_loss_that_is_not_finite_ends_every_rank_with_one_message(tmp_path):
     assert set(codes) <= {1, 3}
     assert 1 in codes
     assert "finite" in job.text()
+
+
+def test_a_full_disk_while_logging_ends_every_rank_with_1_and_one_sentence(tmp_path):
+    """A limit on the size of files stands for a full disk; of all files of rank 0 the rows meet it first."""
+    overrides = ["parallel.ep_size=2", "train.steps=100000", "checkpoint.every=0", "train.lr=1e-5"]
+    job = start(2, [str(write(tmp_path)), *overrides], tmp_path)
+    job.wait_for(" 2/100000")
+    limit = (tmp_path / "runs/small/metrics.jsonl").stat().st_size + 16384
+    resource.prlimit(job.processes[0].pid, resource.RLIMIT_FSIZE, (limit, limit))
+    assert job.wait(60) == [1, 1], job.text()
+    told = job.text(0).splitlines()[-1]
+    assert told.startswith("failed: RunFolderError: ")
+    assert "runs/small/metrics.jsonl cannot be written (File too large); free space or choose another run.dir" in told
+    assert "Traceback" not in job.text()
 
 
 def torchrun(arguments: list[str], folder: Path) -> subprocess.Popen:

@@ -17,10 +17,12 @@ from moe_ep.errors import CheckpointError, MoEError, PeerError, RecipeError
 from moe_ep.testing.ranks import RankPool
 from recipes import checkpoint
 from recipes.build import build, make_way, resume
+from recipes.files import RunFolderError
 from recipes.optim import global_norm
 from recipes.parallel import expert_names
 from recipes.ranks import Ranks, over_process_group, same_everywhere
 from recipes.recipe import load_recipe
+from recipes.session import export_trace
 from recipes.train_loop import Trainer, declared_host_syncs, fetch, forward_backward, save, train_step, validate
 from tests.ranks.small_recipe import write
 
@@ -327,6 +329,33 @@ def test_a_full_disk_is_named_on_every_rank_and_the_checkpoint_before_stays(pool
         assert "step-00000001" in message
         assert left == ["step-00000001"]
         assert newest == "step-00000003"
+
+
+def failing_trace(group, rank, folder):
+    """As above: the profiler itself says nothing about a file that it could only write a part of."""
+    profiler = torch.profiler.profile()
+    profiler.start()
+    torch.ones(64, 64) @ torch.ones(64, 64)
+    profiler.stop()
+    path, ranks = folder / "traces" / f"rank{rank}.json", over_process_group(2, CPU)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 2:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2048, hard))
+    try:
+        ranks.together(lambda: export_trace(profiler, path))
+        message = None
+    except RunFolderError as err:
+        message = str(err)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    return message, path.exists()
+
+
+def test_a_trace_that_was_cut_off_is_named_on_every_rank(pool, folder):
+    found = pool.run(failing_trace, folder)
+    assert [exists for _, exists in found] == [True, True, False, True]
+    expected = f"{folder / 'traces' / 'rank2.json'} cannot be written (only a part of it was); free space"
+    assert all(message is not None and message.startswith(expected) for message, _ in found)
 
 
 def test_what_a_kill_during_a_save_leaves_is_no_checkpoint_and_goes(folder):

@@ -11,6 +11,7 @@ import torch
 
 from moe_ep.layer import MoEAux
 from recipes import plots
+from recipes.files import RunFolderError, replace_text
 from recipes.metrics import (
     MetricsFile,
     Row,
@@ -131,6 +132,48 @@ def test_a_missing_matplotlib_is_said_once(tmp_path, monkeypatch, capsys):
     assert "no plots" in lines[0]
     assert "moe-ep[plots]" in lines[0]
     assert not (recipe.folder / "loss.png").exists()
+
+
+def test_a_picture_that_cannot_be_written_is_said_and_ends_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    recipe = load_recipe(write(tmp_path), ["parallel.ep_size=1"])
+    recipe.folder.mkdir(parents=True)
+    MetricsFile(recipe.folder / "metrics.jsonl", 0).add(ROW)
+    (recipe.folder / "loss.png").symlink_to("/dev/full")
+    assert Session(recipe, Ranks(0, 1, 1, CPU))._plots() == []
+    said = capsys.readouterr().out
+    assert said.startswith(f"no plots in {recipe.folder}: OSError: [Errno 28] No space left on device; rerun")
+    assert not (recipe.folder / "loss.png").is_symlink()
+    pictures = Session(recipe, Ranks(0, 1, 1, CPU))._plots()
+    assert [path.name for path in pictures] == ["loss.png", "load.png"]
+
+
+def test_a_row_that_cannot_be_written_names_file_and_way_out(tmp_path):
+    file = MetricsFile(tmp_path / "metrics.jsonl", 0)
+    file.path.unlink()
+    file.path.symlink_to("/dev/full")
+    with pytest.raises(RunFolderError) as caught:
+        file.add(ROW)
+    assert str(caught.value).startswith(
+        f"{file.path} cannot be written (No space left on device); free space or choose another run.dir"
+    )
+
+
+def test_rows_that_cannot_be_read_name_the_file(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\nnonsense\n')
+    with pytest.raises(RunFolderError, match=r"metrics.jsonl cannot be read \(Expecting value"):
+        MetricsFile(path, 0)
+
+
+def test_a_text_that_cannot_be_replaced_stays(tmp_path):
+    path = tmp_path / "env.json"
+    path.write_text("before")
+    (tmp_path / ".env.json.partial").symlink_to("/dev/full")
+    with pytest.raises(RunFolderError, match="No space left on device"):
+        replace_text(path, "after")
+    assert path.read_text() == "before"
+    assert [p.name for p in tmp_path.iterdir()] == ["env.json"]
 
 
 def test_the_last_words_say_the_last_balance_and_the_median_speed():
