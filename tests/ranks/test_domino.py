@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from moe_ep import DominoStack, moe_layers
+from moe_ep import DominoStack, Routing, Ticket, moe_layers
 from moe_ep.recompute import recompute_context_fn
 from moe_ep.schedule import Kind, Step, Stream, schedule, stack, transpose
 from moe_ep.testing.ranks import RankPool
@@ -190,3 +191,32 @@ def test_recompute_changes_nothing_and_combines_once(
 ) -> None:
     for launches in pool.run(body_recompute, num, attention, early_stop):
         assert launches == [2 * 2 * num, 2 * num, 2 * num], "two layers with experts; dispatch again, combine not"
+
+
+def body_replay(group: dist.ProcessGroup, rank: int, num: int) -> int:
+    """How many (layer, micro-batch) were routed twice, each time alike, by routers that changed their mind."""
+    model = small_stack(group)
+    region = functools.partial(checkpoint, use_reentrant=False, context_fn=recompute_context_fn)
+    ids: dict[tuple[int, int], list[Tensor]] = {}
+    (dispatcher,) = {layer.dispatcher for layer in moe_layers(model)}
+    real = dispatcher.dispatch_preprocess
+
+    def noting(x: Tensor, routing: Routing, *, layer: int, micro_batch: int) -> Ticket:
+        ids.setdefault((layer, micro_batch), []).append(routing.expert_ids)
+        return real(x, routing, layer=layer, micro_batch=micro_batch)
+
+    for each in model.layers:
+        each.recompute_in(region)  # type: ignore[operator]
+    with mock.patch.object(dispatcher, "dispatch_preprocess", noting):
+        ys, _ = model(inputs(rank, num))
+        for layer in moe_layers(model):
+            layer.router.weight.data.neg_()  # the likeliest expert is now the least likely
+        torch.stack([y.square().sum() for y in ys]).sum().backward()
+    for place, (first, second) in ids.items():
+        same(second, first, f"ids of {place}")
+    return len(ids)
+
+
+@pytest.mark.parametrize("num", [1, 3])
+def test_recompute_replays_the_routes_of_each_micro_batch(pool: RankPool, num: int) -> None:
+    assert pool.run(body_replay, num) == [2 * num] * 2

@@ -115,8 +115,11 @@ class Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def recorded_steps(group: dist.ProcessGroup, rank: int, folder: Path, dispatcher: str, mode: str) -> list[str]:
+def recorded_steps(
+    group: dist.ProcessGroup, rank: int, folder: Path, dispatcher: str, mode: str, together: int
+) -> list[str]:
     overrides = [f"moe.dispatcher={dispatcher}", f"train.recompute={mode}", "parallel.ep_size=2"]
+    overrides += [f"train.intra_layer_micro_batch={together}"]
     paths = [f"data.path={folder / 'text'}", f"run.dir={folder}"]
     trainer = build(load_recipe(folder / "small.toml", [*paths, *overrides]), over_process_group(2, CPU))
     with Recorder(0.02 if rank == 1 else 0.0) as recorder:
@@ -125,14 +128,15 @@ def recorded_steps(group: dist.ProcessGroup, rank: int, folder: Path, dispatcher
     return recorder.log
 
 
+@pytest.mark.parametrize("together", [1, 2])
 @pytest.mark.parametrize(("dispatcher", "mode"), [("all2all", "none"), ("agrs", "layer")])
 def test_collectives_are_issued_in_one_order_whoever_is_late(
-    pool: RankPool, tmp_path: Path, dispatcher: str, mode: str
+    pool: RankPool, tmp_path: Path, dispatcher: str, mode: str, together: int
 ) -> None:
     """deepseek-ai/DeepEP#496, meta-pytorch/torchrec#4149, PrimeIntellect-ai/prime-rl#3195: gradients are reduced over
-    one group while tokens travel over another, and rank 1 is late each time."""
+    one group while tokens travel over another, with micro-batches interleaved or not, and rank 1 is late each time."""
     write(tmp_path)
-    logs = pool.run(recorded_steps, tmp_path, dispatcher, mode, timeout_s=40)
+    logs = pool.run(recorded_steps, tmp_path, dispatcher, mode, together, timeout_s=40)
     assert all(log == logs[0] for log in logs)
     assert {"c10d._reduce_scatter_base_.default", "c10d.alltoall_base_.default"} <= set(logs[0])
 
