@@ -18,6 +18,7 @@ makes of a start and a finish node, because it runs the newest node that is read
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -168,7 +169,8 @@ class Schedule:
     before: int = 0
 
 
-def schedule(num_micro_batches: int, *, dense: bool = False, outside: Sequence[Kind] = ()) -> Schedule:
+@functools.cache  # layers ask for it in every forward
+def schedule(num_micro_batches: int, *, dense: bool = False, outside: tuple[Kind, ...] = ()) -> Schedule:
     """The steps of one layer for M micro-batches, in the order in which they are issued.
 
     Args:
@@ -183,10 +185,10 @@ def schedule(num_micro_batches: int, *, dense: bool = False, outside: Sequence[K
     head = (Kind.RESOLVE, Kind.ATTENTION)
     if num_micro_batches < 1:
         raise RecipeError(f"num_micro_batches must be at least 1, got {num_micro_batches}")
-    if tuple(outside) != head[: len(outside)]:
+    if outside != head[: len(outside)]:
         raise RecipeError(f"outside must be a leading part of {[*map(str, head)]}, got {[*map(str, outside)]}")
     body = (Kind.SHARED,) if dense else _SEND
-    loops = [tuple(outside), head[len(outside) :] + body]
+    loops = [outside, head[len(outside) :] + body]
     loops += [] if dense else [(Kind.EXPERTS, Kind.COMBINE), (Kind.SHARED,)]
     steps = [_step(kind, i) for loop in loops for i in range(num_micro_batches) for kind in loop]
     return Schedule(

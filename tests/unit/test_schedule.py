@@ -229,6 +229,7 @@ def test_impossible_schedules_are_refused(num: int, outside: tuple[Kind, ...], m
 
 
 def test_a_schedule_is_data() -> None:
-    assert schedule(3) == schedule(3)
+    assert schedule(3) is schedule(3)
+    assert schedule(3) != schedule(2)
     assert isinstance(hash(schedule(2)), int)
     assert isinstance(schedule(1), Schedule)
