@@ -16,6 +16,7 @@ from recipes.corpus import Corpus, CorpusError, load_corpus
 from recipes.data import TrainData, ValidData, encode
 from recipes.entries import Entries
 from recipes.files import writing
+from recipes.identity import identity
 from recipes.model import Decoder
 from recipes.optim import ShardedAdamW, owned_parameters
 from recipes.parallel import expert_names, recompute, shard
@@ -70,8 +71,12 @@ def build_model(recipe: Recipe, ranks: Ranks) -> Decoder:
     return model
 
 
-def resume(trainer: Trainer) -> str:
+def resume(trainer: Trainer, *, train: bool = True) -> str:
     """Take up a checkpoint if the recipe means one; returns a sentence for the log. A collective that only reads.
+
+    Args:
+        trainer: as built; gets the checkpoint's values.
+        train: whether training goes on, so that the data must be the same too.
 
     Raises:
         CheckpointError: on every rank.
@@ -83,7 +88,8 @@ def resume(trainer: Trainer) -> str:
     if path is None:
         return "starts at step 0"
     parts = (trainer.model, trainer.optimizer, trainer.entries)
-    progress = checkpoint.restore(path, dataclasses.asdict(recipe.model), *parts, ranks)
+    ours = identity(recipe, trainer.corpus)
+    progress = checkpoint.restore(path, ours if train else dataclasses.replace(ours, data=None), *parts, ranks)
     trainer.step, trainer.resumed_from = progress.step, path
     trainer.saved_step = progress.step if checkpoint.is_step(path, folder, progress.step) else -1
     before, now = progress.samples_per_step, samples_per_step(recipe, ranks)

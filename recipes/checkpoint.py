@@ -12,7 +12,7 @@ import contextlib
 import shutil
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from recipes.checkpoint_meta import (
     write_meta,
 )
 from recipes.entries import Entries
+from recipes.identity import Identity
 from recipes.optim import ShardedAdamW
 from recipes.ranks import Ranks
 
@@ -53,9 +54,7 @@ class Progress:
     samples_per_step: int
 
 
-def save(
-    folder: Path, progress: Progress, model_config: dict[str, Any], entries: Entries, ranks: Ranks, keep: int
-) -> Path:
+def save(folder: Path, progress: Progress, identity: Identity, entries: Entries, ranks: Ranks, keep: int) -> Path:
     """Write `folder`/step-N and remove all but the newest `keep` up to it; a collective.
 
     Raises:
@@ -63,7 +62,7 @@ def save(
     """
     final = folder / step_name(progress.step)
     partial = folder / f".partial-{final.name}"
-    facts = {"step": progress.step, "samples_per_step": progress.samples_per_step, "model": model_config}
+    facts = {**asdict(progress), **asdict(identity)}
     try:
         ranks.together(lambda: _prepare(folder, partial) if ranks.rank == 0 else None)
         with _one_rank_is_fine():
@@ -112,30 +111,27 @@ def _seal(partial: Path, final: Path, facts: dict[str, Any], files: list[dict[st
     partial.rename(final)
 
 
-def load(path: Path, model_config: dict[str, Any], entries: Entries, ranks: Ranks) -> Progress:
+def load(path: Path, identity: Identity, entries: Entries, ranks: Ranks) -> Progress:
     """Fill the run's tensors in place; a collective. Strict: every name and shape must be the run's own.
 
     Raises:
-        CheckpointError: on every rank; missing, truncated, damaged, of another format or another model, naming what
-            differs.
+        CheckpointError: on every rank; missing, truncated, damaged, of another format, model or order of data, naming
+            what differs.
     """
-    progress: Progress = ranks.together(lambda: _inspect(path, model_config, ranks))
+    progress: Progress = ranks.together(lambda: _inspect(path, identity, ranks))
     ranks.together(lambda: _compare(path, _stored_shapes(path), entries.shapes))
     with reading(path), _one_rank_is_fine():
         load_tensors(entries.tensors, storage_reader=FileSystemReader(path), no_dist=ranks.group is None)
     return progress
 
 
-def _inspect(path: Path, model_config: dict[str, Any], ranks: Ranks) -> Progress:
-    """Whether it is this model's and undamaged, before anything in it is used; the ranks share the reading."""
+def _inspect(path: Path, identity: Identity, ranks: Ranks) -> Progress:
+    """Whether it is this run's and undamaged, before anything in it is used; the ranks share the reading."""
     with reading(path):
         meta = read_meta(path)
-        for key in sorted(model_config.keys() | meta["model"].keys()):
-            theirs, ours = meta["model"].get(key), model_config.get(key)
-            if theirs != ours:
-                raise CheckpointError(
-                    f"{path} holds another model: model.{key} is {theirs!r} there and {ours!r} in the recipe"
-                )
+        if found := identity.differences(meta["model"], meta["data"], meta["step"]):
+            way_out = "keep the old value, or start afresh with checkpoint.resume=never"
+            raise CheckpointError(f"{path} is of another run: {'; '.join(found)}; {way_out}")
         check_sizes(path, meta["files"])
         check_contents(path, meta["files"], sorted(meta["files"])[ranks.rank :: ranks.world_size])
         return Progress(step=meta["step"], samples_per_step=meta["samples_per_step"])
@@ -160,10 +156,10 @@ def _compare(path: Path, stored: dict[str, tuple[int, ...]], wanted: dict[str, t
 
 
 @torch.no_grad()
-def restore(path: Path, model_config: dict[str, Any], model: nn.Module, optimizer: ShardedAdamW,
+def restore(path: Path, identity: Identity, model: nn.Module, optimizer: ShardedAdamW,
             entries: Entries, ranks: Ranks) -> Progress:  # fmt: skip
     """`load`, then carry what was loaded into the parameters and the optimizer's step count."""
-    progress = load(path, model_config, entries, ranks)
+    progress = load(path, identity, entries, ranks)
     optimizer.set_step(progress.step)
     optimizer.publish()
     return progress

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from moe_ep.errors import CheckpointError
 from recipes.checkpoint_folder import META
 
-FORMAT = 2
-_TYPES = {"step": int, "samples_per_step": int, "model": dict, "files": dict}
+FORMAT = 3
+_TYPES = {"step": int, "samples_per_step": int, "model": dict, "data": dict, "files": dict}
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,7 +84,7 @@ def export_run(recipe: Recipe, ranks: Ranks, folder: Path) -> str:
         CheckpointError: on every rank; no checkpoint, or a folder that cannot be written.
     """
     trainer = build(recipe, ranks)
-    how = resume(trainer)
+    how = resume(trainer, train=False)
     if trainer.saved_step < 0 and trainer.step == 0:
         raise mark_agreed(CheckpointError(f"{recipe.folder} has no checkpoint to export; train it first"))
     positions = recipe.train.sequence_length

@@ -25,6 +25,7 @@ from recipes import checkpoint
 from recipes.corpus import CorpusInfo
 from recipes.data import Batch, TrainData, ValidData
 from recipes.entries import Entries
+from recipes.identity import identity
 from recipes.metrics import Row, StepSums, Tally, flops_per_token, load_fields, peak_mib, peak_tflops
 from recipes.model import Decoder, loss_sum
 from recipes.optim import ShardedAdamW, clip_, global_norm, learning_rate
@@ -223,7 +224,7 @@ def save(trainer: Trainer) -> None:
     checkpoint.save(
         recipe.folder / "checkpoints",
         checkpoint.Progress(trainer.step, samples_per_step(recipe, trainer.ranks)),
-        dataclasses.asdict(recipe.model),
+        identity(recipe, trainer.corpus),
         trainer.entries,
         trainer.ranks,
         recipe.checkpoint.keep,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import shutil
@@ -24,6 +23,7 @@ from recipes import checkpoint
 from recipes.build import build
 from recipes.checkpoint_folder import META, find, list_steps, newest, prune, put_aside, step_name
 from recipes.checkpoint_meta import record, write_meta
+from recipes.identity import identity
 from recipes.ranks import Ranks, over_process_group
 from recipes.recipe import load_recipe
 from recipes.train_loop import Trainer, save, train_step
@@ -42,7 +42,7 @@ def make(folder: Path, world: int = 1, *overrides: str) -> Trainer:
 
 def load(trainer: Trainer, path: Path) -> checkpoint.Progress:
     parts = (trainer.model, trainer.optimizer, trainer.entries, trainer.ranks)
-    return checkpoint.restore(path, dataclasses.asdict(trainer.recipe.model), *parts)
+    return checkpoint.restore(path, identity(trainer.recipe, trainer.corpus), *parts)
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +101,7 @@ META_FAULTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "nothing in it": lambda meta: {},
     "only a format": lambda meta: {"format": meta["format"]},
     "no model": lambda meta: {k: v for k, v in meta.items() if k != "model"},
+    "no data": lambda meta: {k: v for k, v in meta.items() if k != "data"},
     "no files": lambda meta: {**meta, "files": {}},
     "a step in quotes": lambda meta: {**meta, "step": "1"},
     "another step": lambda meta: {**meta, "step": 2},
@@ -120,7 +121,7 @@ def test_a_meta_file_that_is_not_as_written_is_a_checkpoint_error(folder: Path, 
 def test_a_step_of_another_type_is_refused_although_the_digest_fits(folder: Path, saved: Path) -> None:
     meta = json.loads((saved / META).read_text())
     files = {path.name: record(path) for path in saved.iterdir() if path.name != META}
-    write_meta(saved, {k: meta[k] for k in ("samples_per_step", "model")} | {"step": "1"}, files)
+    write_meta(saved, {k: meta[k] for k in ("samples_per_step", "model", "data")} | {"step": "1"}, files)
     assert META in refused(folder, saved)
 
 
@@ -139,7 +140,7 @@ def test_metadata_that_torch_cannot_read_is_a_checkpoint_error(folder: Path, sav
     (saved / ".metadata").write_bytes(b"no pickle")
     meta = json.loads((saved / META).read_text())
     files = {path.name: record(path) for path in saved.iterdir() if path.name != META}
-    write_meta(saved, {k: meta[k] for k in ("step", "samples_per_step", "model")}, files)
+    write_meta(saved, {k: meta[k] for k in ("step", "samples_per_step", "model", "data")}, files)
     assert "cannot be read (UnpicklingError" in refused(folder, saved)
 
 

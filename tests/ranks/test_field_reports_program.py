@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from moe_ep import CheckpointError
 from moe_ep.testing.ranks import RankPool
 from recipes import checkpoint
 from recipes.build import build
+from recipes.identity import identity
 from recipes.ranks import Ranks, over_process_group
 from recipes.recipe import load_recipe
 from recipes.train_loop import Trainer, save, train_step
@@ -80,7 +80,7 @@ def read_and_step(group: Any, rank: int, folder: Path, experts: int, ep_size: in
     trainer = trainer_of(folder, experts, ep_size, world)
     path = folder / "small" / "checkpoints" / "step-00000001"
     parts = (trainer.model, trainer.optimizer, trainer.entries, trainer.ranks)
-    trainer.step = checkpoint.restore(path, dataclasses.asdict(trainer.recipe.model), *parts).step
+    trainer.step = checkpoint.restore(path, identity(trainer.recipe, trainer.corpus), *parts).step
     return train_step(trainer)[0].loss
 
 

@@ -18,6 +18,7 @@ from moe_ep.testing.ranks import RankPool
 from recipes import checkpoint
 from recipes.build import build, make_way, resume
 from recipes.files import RunFolderError
+from recipes.identity import Identity, identity
 from recipes.optim import global_norm
 from recipes.parallel import expert_names
 from recipes.ranks import Ranks, over_process_group, same_everywhere
@@ -252,17 +253,13 @@ def train_and_save(group, rank, folder, ep_size):
 
 def load_and_train(group, rank, folder, path, ep_size, world=WORLD):
     trainer = make(folder, ep_size, *RESUMING, world=world)
-    parts = (trainer.recipe.model.__class__.__name__, trainer.entries)
-    assert parts[0] == "ModelConfig"
     progress = restore(trainer, path)
     return state(trainer), progress.step, train_step(trainer)[0].loss
 
 
-def restore(trainer: Trainer, path: Path):
-    import dataclasses
-
-    config = dataclasses.asdict(trainer.recipe.model)
-    progress = checkpoint.restore(path, config, trainer.model, trainer.optimizer, trainer.entries, trainer.ranks)
+def restore(trainer: Trainer, path: Path, ours: Identity | None = None):
+    ours = ours or identity(trainer.recipe, trainer.corpus)
+    progress = checkpoint.restore(path, ours, trainer.model, trainer.optimizer, trainer.entries, trainer.ranks)
     trainer.step = progress.step
     return progress
 
@@ -396,11 +393,14 @@ def test_only_the_newest_checkpoints_are_kept(folder):
 
 def refused_loads(group, rank, folder, path):
     messages = []
-    for overrides in (("model.num_layers=3",), ("moe.router=softmax", "moe.bias_update_rate=0.0"), ()):
+    same = identity((first := make(folder, 2, *RESUMING)).recipe, first.corpus)
+    softmax = ("moe.router=softmax", "moe.bias_update_rate=0.0")
+    absent = path.parent / "step-00000009"
+    for overrides, there, ours in ((("model.num_layers=3",), path, None), (softmax, path, same), ((), absent, None)):
         trainer = make(folder, 2, *RESUMING, *overrides)
         before = state_sum(trainer)
         try:
-            restore(trainer, path if overrides else path.parent / "step-00000009")
+            restore(trainer, there, ours)
             messages.append(None)
         except CheckpointError as err:
             messages.append(str(err))
@@ -416,7 +416,7 @@ def test_a_checkpoint_of_another_model_is_refused_on_every_rank(pool, folder, sa
     messages = pool.run(refused_loads, folder, saved[1])
     assert all(m == messages[0] for m in messages)
     layers, bias, missing = messages[0]
-    assert "model.num_layers is 2 there and 3 in the recipe" in layers
+    assert "model.num_layers is 2 there and 3 in this run" in layers
     assert "has too much model.layers.0.moe.router.bias, model.layers.1.moe.router.bias" in bias
     assert "meta.json" in missing
     assert "no complete checkpoint" in missing
