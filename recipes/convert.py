@@ -46,9 +46,12 @@ def main(arguments: list[str]) -> int:
         ranks = join(recipe, launch)
         watch_peers(ranks, recipe.train.timeout_s, PEER_LOST)
         session = Session(recipe, ranks)
-        act = import_run if arguments[0] == "import" else export_run
-        session.say(act(recipe, ranks, Path(arguments[2])))
-        session.close()
+        with session.lock:
+            if arguments[0] == "import":
+                session.hold_folder()
+            act = import_run if arguments[0] == "import" else export_run
+            session.say(act(recipe, ranks, Path(arguments[2])))
+            session.close()
     except Exception as err:
         return report(err, launch)
     return 0

@@ -24,8 +24,9 @@ def main(arguments: list[str]) -> int:
         ranks = join(recipe, launch)
         watch_peers(ranks, recipe.train.timeout_s, PEER_LOST)
         session = Session(recipe, ranks)
-        session.run()
-        session.close()
+        with session.lock:
+            session.run()
+            session.close()
     except Exception as err:
         return report(err, launch)
     return 0

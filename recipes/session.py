@@ -15,11 +15,13 @@ import torch
 import torch.distributed as dist
 
 from moe_ep import doctor
+from moe_ep.config import require
 from moe_ep.dispatch import close_dispatchers
 from recipes import plots
 from recipes.build import build, make_way, resume
 from recipes.files import replace_text, unwritable, writing
 from recipes.generate import generate
+from recipes.lock import FolderLock
 from recipes.metrics import MetricsFile, Row, closing_line, console_line, read_rows
 from recipes.ranks import Ranks
 from recipes.recipe import Recipe, to_toml
@@ -37,15 +39,19 @@ class Session:
         self.stop_asked = False
         self.profiler: torch.profiler.profile | None = None
         self.last_row: Row | None = None
+        self.lock = FolderLock()
 
     def run(self) -> None:
         """Train until the last step or SIGTERM, then save and say how it went."""
         signal.signal(signal.SIGTERM, self._on_sigterm)
         trainer = build(self.recipe, self.ranks)
         self._banner(trainer)
+        self.hold_folder()
         self.say(resume(trainer))
+        self._check_steps(trainer)
         if (said := make_way(trainer)) is not None:
             self.say(said)
+            self.hold_folder()  # it may be a new one
         metrics = self._open_folder(trainer)
         stopped, first, started = False, trainer.step, time.monotonic()
         while trainer.step < self.recipe.train.steps and not stopped:
@@ -63,6 +69,16 @@ class Session:
         if self.ranks.group is not None:
             dist.barrier(group=self.ranks.group)
             dist.destroy_process_group()
+
+    def hold_folder(self) -> None:
+        """See that no other run writes into this one's folder; rank 0 holds its lock.
+
+        Raises:
+            RecipeError: on every rank; another one does.
+        """
+        said = self.ranks.together(lambda: self.lock.hold(self.recipe.folder) if self.ranks.rank == 0 else None)
+        if said is not None:
+            self.say(said)
 
     def say(self, text: str) -> None:
         """Print on rank 0."""
@@ -88,6 +104,14 @@ class Session:
         if _due(number, recipe.checkpoint.every):
             save(trainer)
         return sums.stop
+
+    def _check_steps(self, trainer: Trainer) -> None:
+        steps, step, path = self.recipe.train.steps, trainer.step, trainer.resumed_from
+        text = (
+            f"{self.recipe.source} [train]: steps = {steps} lies below step {step} of {path}, where the run stands; "
+            "raise it, let checkpoint.resume name an older checkpoint, or choose another run.name"
+        )
+        self.ranks.together(lambda: require(step <= steps, text))
 
     def _banner(self, trainer: Trainer) -> None:
         recipe, ranks, info = self.recipe, self.ranks, trainer.corpus
@@ -161,7 +185,9 @@ class Session:
     def _last_words(self, trainer: Trainer, stopped: bool, trained: str, pictures: list[Path]) -> None:
         folder, row = self.recipe.folder, self.last_row
         if stopped:
-            self.say(f"SIGTERM: saved step {trainer.step} in {folder / 'checkpoints'}; the same command goes on")
+            done = trainer.step == self.recipe.train.steps
+            rest = "that was the last one: the run is complete" if done else "the same command goes on"
+            self.say(f"SIGTERM: saved step {trainer.step} in {folder / 'checkpoints'}; {rest}")
             return
         loss = row.valid_loss if row is not None else validate(trainer)
         self.say(
