@@ -22,24 +22,24 @@ _STORE_S = 10  # how long to wait for the launcher's store before saying it anyw
 def report(err: Exception, launch: Launch) -> int:
     """Print what went wrong and return the exit code.
 
-    An error that all ranks raise (`agreed`) is printed by the first rank of each node; any other where it happened.
+    What all ranks raise (`agreed`) is printed once a node, and so is a refusal, which most ranks find alike. Any other
+    error is printed where it happened.
     """
     agreed = getattr(err, "agreed", False)
     if isinstance(err, RecipeError | Unavailable | CorpusError):
-        if agreed:
-            say_on_each_node(launch, f"refused: {err}")
-        else:
-            say_once(launch, f"refused: {err}")
+        (say_agreed if agreed else say_once)(launch, f"refused: {err}")
         return REFUSED
     if is_lost_peer(err) and not isinstance(err, PeerError):
         err = lost_peer(f"rank {launch.rank}", err)
     if isinstance(err, PeerError):
-        text = f"rank {launch.rank}: another rank failed or was lost, so this one stops: {err}"
-        say_on_each_node(launch, text) if agreed else say(text)
+        if agreed:
+            say_agreed(launch, f"all ranks stop: {err}")
+        else:
+            say(f"rank {launch.rank}: another rank failed or was lost, so this one stops: {err}")
         return PEER_LOST
     if isinstance(err, MoEError):
         if agreed:
-            say_on_each_node(launch, f"failed: {type(err).__name__}: {err}")
+            say_agreed(launch, f"failed: {type(err).__name__}: {err}")
         else:
             say(f"rank {launch.rank} failed: {type(err).__name__}: {err}")
     else:
@@ -53,24 +53,30 @@ def say(text: str) -> None:
     sys.stderr.flush()
 
 
-def say_on_each_node(launch: Launch, text: str) -> None:
-    """Print what all ranks know on the first rank of each node."""
-    if launch.local_rank == 0:
+def say_agreed(launch: Launch, text: str) -> None:
+    """Print what all ranks of a node are about to print: the first to come, since torchrun then ends the others."""
+    if _launcher_has_a_store():
+        say_once(launch, text)
+    elif launch.local_rank == 0:
         say(text)
 
 
 def say_once(launch: Launch, text: str) -> None:
-    """Print what this rank found out alone, before or without asking the others.
+    """Print what the other ranks of the node mostly find too.
 
-    Mostly all ranks of a node find the same. Under torchrun, whose store outlives the ranks, the first one to say a
+    Under torchrun, whose store outlives the ranks, the first one to say a
     text says it for its node; without that store each rank speaks for itself.
     """
     if launch.world_size == 1 or _first_to_say(text):
         say(text)
 
 
+def _launcher_has_a_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def _first_to_say(text: str) -> bool:
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if not _launcher_has_a_store():
         return True
     place = "/".join(os.environ.get(name, "") for name in ("TORCHELASTIC_RESTART_COUNT", "GROUP_RANK"))
     key = f"said/{place}/{hashlib.sha256(text.encode()).hexdigest()}"
