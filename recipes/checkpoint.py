@@ -104,6 +104,12 @@ def _records(partial: Path, rank: int) -> dict[str, FileRecord]:
 
 def _seal(partial: Path, final: Path, facts: dict[str, Any], files: list[dict[str, FileRecord]]) -> None:
     known = {name: entry for of_rank in files for name, entry in of_rank.items()}
+    missing = sorted(name for name in known if not (partial / name).exists())
+    if missing:
+        raise CheckpointError(
+            f"rank 0 does not see {', '.join(missing[:_SHOWN])}, which other ranks wrote: run.dir must lie on a file "
+            "system that all nodes share"
+        )
     written = {path.name: known.get(path.name) or record(path) for path in partial.iterdir()}
     write_meta(partial, facts, written)
     if final.exists():  # of another line of training: it is not this run's to delete

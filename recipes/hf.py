@@ -225,10 +225,17 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
     _write(path, lambda beside: Path(beside).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n"))
 
 
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
 def _write(path: Path, save: Callable[[str], Any]) -> None:
     beside = path.with_name(path.name + ".partial")
     try:
         save(str(beside))
+        beside.chmod(0o666 & ~_umask())  # safetensors' own files are readable by nobody else
         os.replace(beside, path)
     except (OSError, SafetensorError) as err:
         beside.unlink(missing_ok=True)

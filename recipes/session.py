@@ -115,7 +115,7 @@ class Session:
 
     def _banner(self, trainer: Trainer) -> None:
         recipe, ranks, info = self.recipe, self.ranks, trainer.corpus
-        parameters = sum(p.numel() for p in trainer.model.parameters())
+        total, active = parameter_counts(trainer)
         experts = recipe.model.num_experts // ranks.ep_size if trainer.moe else 0
         for layer in trainer.moe[:1]:
             moe = recipe.moe
@@ -125,7 +125,8 @@ class Session:
             )
         self.say(
             f"{ranks.world_size} rank(s) on {ranks.device.type}: {ranks.dp_size} data parallel x {ranks.ep_size} "
-            f"expert parallel, {experts} experts a rank, {parameters / 1e6:.2f} M parameters on rank 0"
+            f"expert parallel, {experts} experts a rank; {total / 1e6:.2f} M parameters, {active / 1e6:.2f} M of them "
+            "at work for a token"
         )
         self.say(
             f"text: {info.source}, {info.train_bytes / 1e6:.1f} MB in {info.train_files} files; held out: "
@@ -218,6 +219,14 @@ def export_trace(profiler: torch.profiler.profile, path: Path) -> None:
     if b'"traceName"' not in end or not end.rstrip().endswith(b"}"):
         path.unlink(missing_ok=True)
         raise unwritable(path, "only a part of it was")
+
+
+def parameter_counts(trainer: Trainer) -> tuple[int, float]:
+    """Parameters of the whole model, over all ranks, and how many of them work for one token."""
+    here = sum(p.numel() for p in trainer.model.parameters())
+    experts = sum(p.numel() for layer in trainer.moe for p in layer.experts.parameters())
+    model, everywhere = trainer.recipe.model, experts * trainer.ranks.ep_size
+    return here - experts + everywhere, here - experts + everywhere * model.top_k / model.num_experts
 
 
 def _due(number: int, every: int) -> bool:
