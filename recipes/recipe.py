@@ -7,7 +7,6 @@ needs the running job (is the dispatcher usable on this machine?) is asked when 
 from __future__ import annotations
 
 import dataclasses
-import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from moe_ep.config import MoEConfig, from_mapping, nearest, require
 from moe_ep.errors import RecipeError
 from recipes.data import VOCAB_SIZE
 from recipes.model import ModelConfig
+from recipes.options import Options, options_to_toml, take_options, toml_text
 from recipes.sections import (
     CheckpointSection,
     DataSection,
@@ -32,7 +32,10 @@ from recipes.sections import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """All sections, as validated values. `source` is what messages call the recipe."""
+    """All sections, as validated values. `source` is what messages call the recipe.
+
+    `options` holds the keys of each dispatcher that has a table `[moe.NAME]`; only the chosen dispatcher's are used.
+    """
 
     run: RunSection
     model: ModelConfig
@@ -43,6 +46,7 @@ class Recipe:
     data: DataSection = field(default_factory=DataSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     metrics: MetricsSection = field(default_factory=MetricsSection)
+    options: Mapping[str, Options] = field(default_factory=dict)
     source: str = "recipe"
 
     @property
@@ -53,6 +57,7 @@ class Recipe:
     def flat(self) -> dict[str, Any]:
         """`section.key` -> value."""
         tables = {name: dataclasses.asdict(getattr(self, name)) for name in SECTIONS}
+        tables |= {f"moe.{name}": dict(pairs) for name, pairs in self.options.items()}
         return {f"{name}.{key}": value for name, table in tables.items() for key, value in table.items()}
 
     @property
@@ -61,14 +66,15 @@ class Recipe:
         return self.model.first_dense_layers < self.model.num_layers
 
     def moe_config(self) -> MoEConfig:
-        """The configuration of every MoE layer: [moe] plus the sizes of [model] and the micro-batch of [train].
+        """The configuration of every MoE layer: [moe] with the dispatcher's options, sizes of [model], one micro-batch.
 
         Raises:
             RecipeError: an impossible combination, naming file, key and what would be valid.
         """
         tokens = self.train.micro_batch_size * self.train.sequence_length
         try:
-            return self.model.moe(**dataclasses.asdict(self.moe), max_tokens=tokens)
+            options = self.options.get(self.moe.dispatcher, ())
+            return self.model.moe(**dataclasses.asdict(self.moe), max_tokens=tokens, options=options)
         except RecipeError as err:
             raise RecipeError(f"{self.source} [moe]: {err}") from err
 
@@ -101,11 +107,14 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     tables = _read(Path(path))
     changed = [_override(tables, text, str(path)) for text in overrides]
     sections = {}
+    moe, options = take_options(tables.get("moe", {}), {key.name for key in dataclasses.fields(MoESection)}, str(path))
+    if "moe" in tables:
+        tables["moe"] = moe
     for name, cls in SECTIONS.items():
         if name in tables or name in _REQUIRED:
             origin = f"{path} (with command-line overrides)" if name in changed else str(path)
             sections[name] = _section(cls, tables.get(name, {}), f"{origin} [{name}]")
-    recipe = Recipe(**sections, source=str(path))
+    recipe = Recipe(**sections, options=options, source=str(path))
     _check_sections(recipe)
     return recipe
 
@@ -153,6 +162,10 @@ def _override(tables: dict[str, Any], text: str, path: str) -> str:
     require(section in SECTIONS, f"{where}: unknown section {section!r}; {nearest(section, SECTIONS)}")
     table = tables.setdefault(section, {})
     require(isinstance(table, dict), f"{path}: [{section}] = {table!r} must be a table")
+    *parents, name = name.split(".")  # moe.NAME.key is a key of the dispatcher NAME
+    for parent in parents:
+        table = table.setdefault(parent, {})
+        require(isinstance(table, dict), f"{where}: {parent} = {table!r} must be a table")
     table[name] = _toml_value(value.strip())
     return section
 
@@ -197,14 +210,8 @@ def to_toml(recipe: Recipe) -> str:
             if value is None:
                 lines.append(f"# {key} is unset")
             else:
-                lines.append(f"{key} = {_toml_text(value)}")
+                lines.append(f"{key} = {toml_text(value)}")
+        if name == "moe":
+            lines += options_to_toml(recipe.options)
         lines.append("")
     return "\n".join(lines)
-
-
-def _toml_text(value: Any) -> str:
-    if isinstance(value, tuple | list):
-        return "[" + ", ".join(_toml_text(item) for item in value) + "]"
-    if isinstance(value, bool | str):
-        return json.dumps(value)
-    return repr(value)  # repr of a float is TOML, nan and inf included

@@ -25,7 +25,7 @@ class RunSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoESection:
-    """How tokens are routed and how they travel; see `moe_ep.config.MoEConfig`."""
+    """How tokens are routed and travel; see `moe_ep.config.MoEConfig`, for tables `[moe.NAME]` `recipes.options`."""
 
     dispatcher: str = "all2all"
     experts: str = "torch"
