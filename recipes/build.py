@@ -111,7 +111,8 @@ def make_way(trainer: Trainer) -> str | None:
         if path is None:
             aside = set_aside(folder)
             return None if aside is None else f"the run of this name before is now {aside}"
-        left = checkpoint.put_aside(folder / "checkpoints", path, step)
+        with writing(folder / "checkpoints"):
+            left = checkpoint.put_aside(folder / "checkpoints", path, step)
         names = ", ".join(old.name for old in left)
         return f"put aside, as this run goes on from step {step} without them: {names}" if left else None
 

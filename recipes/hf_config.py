@@ -56,12 +56,15 @@ def read_hf_config(folder: Path) -> tuple[ModelConfig, bool]:
         if values.get(key, only) != only:
             raise CheckpointError(f"{path}: {key} = {values[key]!r}, this model computes {key} = {only!r} only")
     sizes = {ours: _one_of(values, theirs, path) for ours, theirs in _SIZES.items()}
+    dense = _dense_layers(values, path)
+    if dense == 0:
+        sizes["intermediate_size"] = 0  # theirs always has a size, here of no layer
     head_dim = values.get("head_dim") or sizes["hidden_size"] // sizes["num_attention_heads"]
     try:
         config = ModelConfig(
             **sizes,
             head_dim=head_dim,
-            first_dense_layers=_dense_layers(values, path),
+            first_dense_layers=dense,
             rope_theta=_rope_theta(values, path),
             tie_embeddings=values.get("tie_word_embeddings", False),
         )

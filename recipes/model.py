@@ -111,6 +111,11 @@ def _check(config: ModelConfig) -> None:
         f"first_dense_layers = {config.first_dense_layers} needs intermediate_size >= 1, "
         f"got {config.intermediate_size}",
     )
+    require(
+        config.first_dense_layers > 0 or config.intermediate_size == 0,
+        f"intermediate_size = {config.intermediate_size} is of the dense layers only, and first_dense_layers = 0: "
+        "leave it out, or set expert_intermediate_size for the experts",
+    )
     check_ranges(config, _RANGES)
     require(config.dtype in DTYPES, f"dtype {config.dtype!r} is not one of {', '.join(DTYPES)}")
     config.moe()  # the sizes that it shares with the MoE layers

@@ -87,6 +87,7 @@ def ours_for(model: Any, **changes: Any) -> Decoder:
         moe={"normalize_weights": config.norm_topk_prob},
         tie_embeddings=config.tie_word_embeddings,
         first_dense_layers=len(config.mlp_only_layers),
+        intermediate_size=48 if config.mlp_only_layers else 0,
         **changes,
     )
 

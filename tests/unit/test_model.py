@@ -49,6 +49,8 @@ def some_ids(*shape: int, seed: int = 0) -> torch.Tensor:
         ({"num_kv_heads": 3}, "num_kv_heads = 3 must divide num_attention_heads = 4"),
         ({"head_dim": 7}, "head_dim = 7 must be even"),
         ({"first_dense_layers": 4}, "first_dense_layers = 4 must lie between 0 and num_layers = 3"),
+        ({"first_dense_layers": 0}, "intermediate_size = 48 is of the dense layers only, and first_dense_layers = 0"),
+        ({"first_dense_layers": 0, "intermediate_size": -1}, "intermediate_size = -1 is of the dense layers only"),
         ({"intermediate_size": 0}, "first_dense_layers = 1 needs intermediate_size >= 1"),
         ({"top_k": 9}, "top_k = 9 is larger than num_experts = 8"),
         ({"dtype": "float8"}, "dtype 'float8' is not one of"),
@@ -118,7 +120,7 @@ def test_attention_equals_a_loop_over_heads_and_tokens() -> None:
 
 @pytest.mark.parametrize("dense", [0, 1, 3])
 def test_shapes_dtypes_and_one_aux_for_each_layer_with_experts(dense: int) -> None:
-    logits, auxes = decoder(first_dense_layers=dense)(some_ids(2, 7))
+    logits, auxes = decoder(first_dense_layers=dense, intermediate_size=48 if dense else 0)(some_ids(2, 7))
     assert logits.shape == (2, 7, VOCAB_SIZE) and logits.dtype == torch.float32
     assert len(auxes) == 3 - dense
     for aux in auxes:
@@ -204,7 +206,7 @@ def test_loss_is_a_sum_over_the_targets_that_count() -> None:
 
 
 def test_a_short_training_run_learns_its_text_and_says_it() -> None:
-    model = decoder(init_std=0.1, num_layers=2, first_dense_layers=0)
+    model = decoder(init_std=0.1, num_layers=2, first_dense_layers=0, intermediate_size=0)
     text = torch.tensor([[256, *b"the cat sat on the mat", 256]])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(60):
