@@ -1,4 +1,4 @@
-"""moe_ep: expert-parallel dispatch, overlap and expert replicas for Mixture-of-Experts pretraining in PyTorch."""
+"""moe_ep: expert-parallel dispatch and communication overlap for Mixture-of-Experts pretraining in PyTorch."""
 
 from .config import DispatchConfig, MoEConfig
 from .dispatch import (

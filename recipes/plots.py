@@ -29,6 +29,7 @@ def draw(folder: Path) -> list[Path]:
         figure = Figure(figsize=(9, 4.5), layout="constrained")  # no pyplot: no global state, no display
         FigureCanvasAgg(figure)
         paint(figure, rows)
+        figure.suptitle(folder.name)
         try:
             figure.savefig(folder / name, dpi=110)
         except OSError:

@@ -12,6 +12,11 @@
     def test_contract(pool, case):
         contract.check(pool, "mine", case, refusal=REFUSED.get(case.name, ""), modules=("my_package.dispatcher",))
 
+    REFUSED = {                                                      # what mine cannot run, with a piece of what it says
+        "num-sms/R2": "num_sms = 8 would have no effect",
+        "experts-not-divisible/R4": "num_experts = 6 is not divisible by the 4 ranks",
+    }
+
 `refusal` is a piece of the text with which your dispatcher refuses a case at construction, "" where it must run; for
 the dispatchers of this package `table.TABLE` holds it. `modules` are imported on every rank: they register the name.
 
