@@ -12,7 +12,7 @@
     def test_contract(pool, case):
         contract.check(pool, "mine", case, refusal=REFUSED.get(case.name, ""), modules=("my_package.dispatcher",))
 
-    REFUSED = {                                                      # what mine cannot run, with a piece of what it says
+    REFUSED = {                                                      # what it cannot run, and a piece of its words
         "num-sms/R2": "num_sms = 8 would have no effect",
         "experts-not-divisible/R4": "num_experts = 6 is not divisible by the 4 ranks",
     }
