@@ -109,6 +109,11 @@ def register_experts(name: str) -> Callable[[X], X]:
     return add
 
 
+def known_experts() -> list[str]:
+    """Every name that `build_experts` takes."""
+    return sorted(_REGISTRY)
+
+
 def build_experts(config: MoEConfig, num_local: int, first_expert: int, layer_index: int) -> GroupedExperts:
     """The experts that `config.experts` names, initialised from seed 0.
 

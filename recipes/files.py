@@ -44,7 +44,7 @@ def replace_text(path: Path, text: str) -> None:
     beside = path.with_name(f".{path.name}.partial")
     try:
         with writing(path):
-            beside.write_text(text)
+            beside.write_text(text, encoding="utf-8")
             os.replace(beside, path)
     except RunFolderError:
         with contextlib.suppress(OSError):

@@ -12,7 +12,6 @@ Which keys a dispatcher takes, it says itself (`Capabilities.options`); it refus
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -66,13 +65,18 @@ def options_to_toml(options: Mapping[str, Options]) -> list[str]:
 
 
 def _key(name: str) -> str:
-    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name)
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _quoted(name)
 
 
 def toml_text(value: Any) -> str:
     """A plain value, or a list of them, as TOML."""
     if isinstance(value, tuple | list):
         return "[" + ", ".join(toml_text(item) for item in value) + "]"
-    if isinstance(value, bool | str):
-        return json.dumps(value)
-    return repr(value)  # repr of a float is TOML
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return _quoted(value) if isinstance(value, str) else repr(value)  # repr of a float is TOML
+
+
+def _quoted(text: str) -> str:
+    """A basic string. JSON's escapes would not do: TOML has none for a half of a surrogate pair."""
+    return '"' + re.sub(r'[\x00-\x1f"\\\x7f]', lambda found: f"\\u{ord(found[0]):04x}", text) + '"'

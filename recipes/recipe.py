@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from moe_ep.config import MoEConfig, from_mapping, nearest, require
+from moe_ep.dispatch import known_dispatchers
 from moe_ep.errors import RecipeError
+from moe_ep.experts import known_experts
 from recipes.data import VOCAB_SIZE
 from recipes.model import ModelConfig
 from recipes.options import Options, options_to_toml, take_options, toml_text
@@ -127,11 +129,25 @@ def _check_sections(recipe: Recipe) -> None:
         f"{recipe.source} [model]: vocab_size = {vocab} must be at least {VOCAB_SIZE}: bytes and end of document",
     )
     recipe.moe_config()
+    _check_names(recipe)
+    trace = recipe.metrics.trace_steps
+    require(
+        trace is None or trace[1] <= recipe.train.steps,
+        f"{recipe.source} [metrics]: trace_steps = {list(trace or ())} ends after train.steps = {recipe.train.steps}; "
+        "choose steps that the run has",
+    )
     require(
         mode != "moe" or recipe.has_moe,
         f"{recipe.source} [train]: recompute = 'moe' matches no layer: model.first_dense_layers = "
         f"{recipe.model.first_dense_layers} makes every layer dense; use 'layer' or 'none'",
     )
+
+
+def _check_names(recipe: Recipe) -> None:
+    """Names are checked although no layer of the model may use them: it is a mistake all the same."""
+    for key, known in (("dispatcher", known_dispatchers()), ("experts", known_experts())):
+        name = getattr(recipe.moe, key)
+        require(name in known, f"{recipe.source} [moe]: {key} = {name!r} is unknown; {nearest(name, known)}")
 
 
 def _section(cls: type, table: Any, where: str) -> Any:
@@ -155,6 +171,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _override(tables: dict[str, Any], text: str, path: str) -> str:
     """Apply one `section.key=value` in place and return the section's name."""
+    unicode = not any("\ud800" <= letter <= "\udfff" for letter in text)  # what of the command line was no UTF-8
+    require(unicode, f"{path}: override {text!a} is not UTF-8, which recipe.toml could not hold; use another name")
     key, equals, value = text.partition("=")
     section, dot, name = key.strip().partition(".")
     require(bool(equals and dot and name), f"{path}: override {text!r} must read section.key=value")

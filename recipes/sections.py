@@ -8,6 +8,8 @@ from typing import Literal
 from moe_ep.bounds import NOT_NEGATIVE, POSITIVE, Range, check_ranges
 from moe_ep.config import AuxLevel, Kernels, RouterName, Weighting, require
 
+_NAME_BYTES = 200  # file systems allow 255, and an earlier run of the name gets a suffix
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSection:
@@ -18,9 +20,12 @@ class RunSection:
 
     def __post_init__(self) -> None:
         require(
-            self.name not in ("", ".", "..") and not set(self.name) & set("/\\"),
-            f"name = {self.name!r} must be one folder name, without a slash",
+            self.name not in ("", ".", "..") and self.name.isprintable() and not set(self.name) & set("/\\"),
+            f"name = {self.name!r} must be one folder name: letters, digits and other printable characters, no slash",
         )
+        size = len(self.name.encode())
+        require(size <= _NAME_BYTES, f"name has {size} bytes, and a folder's name at most {_NAME_BYTES}; shorten it")
+        require(self.dir != "", "dir = '' must name a folder; '.' is the working directory")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +112,11 @@ class TrainSection:
         for name in counts:
             require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
         check_ranges(self, _TRAIN_RANGES)
+        require(
+            self.warmup_steps <= self.steps,
+            f"warmup_steps = {self.warmup_steps} must be at most steps = {self.steps}: the rate would never reach lr; "
+            "lower it (0: no warm-up) or raise steps",
+        )
         require(self.min_lr <= self.lr, f"min_lr = {self.min_lr} must be at most lr = {self.lr}: the rate falls to it")
         require(0 <= self.seed < 2**63, f"seed must lie in [0, 2^63), got {self.seed}")
         self._check_micro_batches()
@@ -129,6 +139,7 @@ class DataSection:
 
     def __post_init__(self) -> None:
         check_ranges(self, {"valid_fraction": Range(above=0, below=1)})
+        require(self.path != "", "path = '' must name a folder or file of text; '.' is the working directory")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -141,7 +141,7 @@ def test_collectives_are_issued_in_one_order_whoever_is_late(
     assert {"c10d._reduce_scatter_base_.default", "c10d.alltoall_base_.default"} <= set(logs[0])
 
 
-ONE = ["parallel.ep_size=1", "train.steps=1", "checkpoint.every=0"]
+ONE = ["parallel.ep_size=1", "train.steps=1", "train.warmup_steps=0", "checkpoint.every=0"]
 LAUNCHES: dict[str, tuple[int, list[str], int, str]] = {
     "plain python": (0, ONE, 0, "1 rank(s) on cpu"),
     "torchrun, one rank": (1, ONE, 0, "1 rank(s) on cpu"),

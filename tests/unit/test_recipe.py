@@ -107,6 +107,20 @@ def test_max_tokens_of_the_layer_is_one_micro_batch(path):
         ("data.valid_fraction=1.0", ["[data]", "valid_fraction", "1.0"]),
         ("checkpoint.keep=0", ["[checkpoint]", "keep must be at least 1"]),
         ("run.name=a/b", ["[run]", "'a/b'", "one folder name"]),
+        *[(f"run.name='{name}'", ["[run]", "must be one folder name"]) for name in ("", ".", "..", "a\\b", "a\tb")],
+        ('run.name="a\\u0007b"', ["[run]", r"'a\x07b'", "printable"]),
+        (f"run.name={'é' * 101}", ["[run]", "name has 202 bytes", "at most 200"]),
+        ("run.name=caf\udce9", [r"'run.name=caf\udce9'", "is not UTF-8"]),
+        ("run.dir=''", ["[run]", "dir = ''", "'.' is the working directory"]),
+        ("data.path=''", ["[data]", "path = ''", "'.' is the working directory"]),
+        ("checkpoint.resume=''", ["[checkpoint]", "resume = ''"]),
+        ("train.warmup_steps=7", ["[train]", "warmup_steps = 7 must be at most steps = 6"]),
+        ("metrics.trace_steps=[200, 300]", ["[metrics]", "trace_steps = [200, 300] ends after train.steps = 6"]),
+        ("metrics.trace_steps=[6, 7]", ["[metrics]", "trace_steps = [6, 7] ends after train.steps = 6"]),
+        ("moe.dispatcher=nonsense", ["[moe]", "dispatcher = 'nonsense' is unknown", "all2all"]),
+        ("moe.experts=tourch", ["[moe]", "experts = 'tourch' is unknown", "did you mean 'torch'"]),
+        ("model.intermediate_size=8", ["[model]", "intermediate_size = 8", "first_dense_layers = 0"]),
+        ("model.intermediate_size=-8", ["[model]", "intermediate_size = -8", "first_dense_layers = 0"]),
         ("train=3", ["'train=3'", "section.key=value"]),
         ("steps=3", ["'steps=3'", "section.key=value"]),
     ],
@@ -127,6 +141,14 @@ FLOATS = [
 ]
 
 
+TEXTS = [
+    f"{section}.{name}"
+    for section, cls in SECTIONS.items()
+    for name, hint in typing.get_type_hints(cls).items()
+    if hint is str or (str in typing.get_args(hint) and type(None) in typing.get_args(hint))
+]
+
+
 @pytest.mark.parametrize("value", ["inf", "-inf", "nan", "-1.0"])
 @pytest.mark.parametrize("key", FLOATS)
 def test_no_number_of_any_section_may_be_infinite_negative_or_none(path, key, value):
@@ -142,6 +164,18 @@ def test_the_keys_that_hold_numbers_are_seen():
 def test_recompute_of_moe_layers_needs_moe_layers(path):
     message = refusal(path, "train.recompute=moe", "model.first_dense_layers=2", "model.intermediate_size=8")
     assert "recompute = 'moe' matches no layer" in message
+
+
+@pytest.mark.parametrize("key", ["dispatcher", "experts"])
+def test_names_are_checked_where_no_layer_uses_them(path, key):
+    dense = ("model.first_dense_layers=2", "model.intermediate_size=8")
+    load_recipe(path, dense)
+    assert f"{key} = 'nonsense' is unknown" in refusal(path, *dense, f"moe.{key}=nonsense")
+
+
+@pytest.mark.parametrize("key", TEXTS)
+def test_no_text_of_any_section_may_be_empty(path, key):
+    assert "''" in refusal(path, f'{key}=""')
 
 
 def test_a_missing_key_and_a_missing_section(tmp_path):
