@@ -52,6 +52,7 @@ def lost_peer(what: str, err: Exception) -> PeerError:
     reason = str(err).splitlines()[0] if str(err) else type(err).__name__
     if reason.startswith("[/"):  # gloo puts its own source line in front
         reason = reason.partition("] ")[2] or reason
+    reason = reason.partition(". This is typically")[0]  # what gloo advises then fits no user of ours
     return PeerError(
         f"{what}: communication with the other ranks failed ({reason}). A rank was lost, took longer than the group's "
         "timeout, or did not make the same call; look at the first error among all ranks"

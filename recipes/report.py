@@ -30,7 +30,7 @@ def report(err: Exception, launch: Launch) -> int:
         (say_agreed if agreed else say_once)(launch, f"refused: {err}")
         return REFUSED
     if is_lost_peer(err) and not isinstance(err, PeerError):
-        err = lost_peer(f"rank {launch.rank}", err)
+        err = lost_peer("at a collective", err)
     if isinstance(err, PeerError):
         if agreed:
             say_agreed(launch, f"all ranks stop: {err}")

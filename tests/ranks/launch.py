@@ -12,13 +12,17 @@ import socket
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+Prepare = Callable[[int], None]
 PROGRAM = Path(__file__).resolve().parents[2] / "recipes" / "pretrain.py"
 
 
-def serve(rank: int, world: int, port: int, arguments: list[str], folder: str, output: str) -> None:
+def serve(
+    rank: int, world: int, port: int, arguments: list[str], folder: str, output: str, prepare: Prepare | None
+) -> None:
     """Become one rank."""
     out = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(out, 1)
@@ -30,6 +34,8 @@ def serve(rank: int, world: int, port: int, arguments: list[str], folder: str, o
     import torch
 
     torch.set_num_threads(1)
+    if prepare is not None:
+        prepare(rank)
     sys.argv = [str(PROGRAM), *arguments]
     runpy.run_path(str(PROGRAM), run_name="__main__")
 
@@ -66,8 +72,17 @@ class Job:
             time.sleep(0.02)
 
 
-def start(world: int, arguments: list[str], folder: Path, last_rank_only: tuple[str, ...] = ()) -> Job:
-    """Start the program on `world` ranks in `folder`; the last rank may get further arguments."""
+def start(
+    world: int,
+    arguments: list[str],
+    folder: Path,
+    last_rank_only: tuple[str, ...] = (),
+    prepare: Prepare | None = None,
+) -> Job:
+    """Start the program on `world` ranks in `folder`; the last rank may get further arguments.
+
+    `prepare(rank)` runs in each rank before the program, to plant a fault; a function of a module.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "moe_ep.testing.rank_main", "recipes.program"])
     with socket.socket() as probe:
@@ -77,7 +92,7 @@ def start(world: int, arguments: list[str], folder: Path, last_rank_only: tuple[
     job = Job([], [outputs / f"rank{rank}.txt" for rank in range(world)])
     for rank in range(world):
         extra = list(last_rank_only) if rank == world - 1 else []
-        call = (rank, world, port, arguments + extra, str(folder), str(job.outputs[rank]))
+        call = (rank, world, port, arguments + extra, str(folder), str(job.outputs[rank]), prepare)
         process = context.Process(target=serve, args=call)
         process.start()
         job.processes.append(process)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import re
@@ -230,6 +231,34 @@ def test_a_loss_that_is_not_finite_ends_every_rank_with_one_message(tmp_path):
     assert set(codes) <= {1, 3}
     assert 1 in codes
     assert "finite" in job.text()
+
+
+def poison(rank: int) -> None:
+    """NaN at the first router of rank 1, in the third step."""
+    from recipes import train_loop
+
+    plain = train_loop.forward_backward
+
+    def poisoned(trainer, *rest):
+        if rank == 1 and trainer.step == 2:
+            trainer.moe[0].router.register_forward_pre_hook(lambda _, inputs: (inputs[0] * math.nan, *inputs[1:]))
+        return plain(trainer, *rest)
+
+    train_loop.forward_backward = poisoned
+
+
+@pytest.mark.parametrize(
+    ("ep_size", "said"), [(1, "look at the first error among all ranks"), (2, "rank 1 reported a fault")]
+)
+def test_a_fault_of_one_rank_is_named_there_and_pointed_at_by_the_other(tmp_path, ep_size, said):
+    """With ep_size = 1 the layers talk to nobody, so that the other rank only sees a connection close."""
+    job = start(2, [str(write(tmp_path)), f"parallel.ep_size={ep_size}"], tmp_path, prepare=poison)
+    assert job.wait() == [3, 1]
+    assert "rank 1 failed: NonFiniteError: layer 0, micro-batch 0: non-finite router logits in 16 tokens" in job.text(1)
+    told = job.text(0).splitlines()[-1]
+    assert told.startswith("rank 0: another rank failed or was lost, so this one stops: ")
+    assert said in told and told.isascii()
+    assert "Traceback" not in job.text()
 
 
 def test_a_full_disk_while_logging_ends_every_rank_with_1_and_one_sentence(tmp_path):
