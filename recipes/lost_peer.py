@@ -38,9 +38,9 @@ def is_lost_peer(err: BaseException) -> bool:
     return False
 
 
-def absent(err: Exception, launch: Launch, timeout_s: float) -> MoEError:
+def absent(err: Exception, launch: Launch, timeout_s: float, limit: str = "train.timeout_s") -> MoEError:
     """What to raise from the failure of a rank that tried to meet the others: who did not come, where that is known."""
-    reason, within = str(err).splitlines()[0], f"within {timeout_s:g} s (train.timeout_s)"
+    reason, within = str(err).splitlines()[0], f"within {timeout_s:g} s ({limit})"
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     if "EADDRINUSE" in reason:
         return Unavailable(f"MASTER_PORT: another program listens on {address}; choose a free port")

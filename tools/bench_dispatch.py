@@ -8,7 +8,8 @@
 
 The ranks of the launch are the expert-parallel group. With GPUs each rank takes one and uses NCCL and bfloat16, without
 them gloo and float32: those times say that everything works, not how fast it is. Exit status: 0 done, 1 a result was
-wrong (with --strict: any row is not ok), 2 arguments that cannot be measured.
+wrong (with --strict: any row is not ok) or --out cannot be written, 2 arguments that cannot be measured, 3 another rank
+was lost or never came.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this folder is n
 
 from moe_ep.config import DTYPES
 from moe_ep.dispatch import close_dispatchers
-from moe_ep.errors import RecipeError
+from moe_ep.errors import MoEError, RecipeError
+from recipes.lost_peer import absent, is_lost_peer
+from recipes.ranks import Launch
+from recipes.report import report, say_agreed, say_once
 from tools.bench_options import BASELINE, parse_options
 from tools.bench_run import WrongWork, run
 from tools.bench_setting import Place
@@ -42,13 +46,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, write, print; returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     chosen = _parser().parse_args(arguments)
-    place = join()
+    launch = Launch.from_env()
+    try:
+        place = join(launch)
+    except MoEError as err:
+        return report(err, launch)
     try:
         status = _measure(chosen, arguments, place)
-    except (RecipeError, WrongWork) as err:  # on every rank alike; any other error ends the process, group and all
-        if place.rank == 0:
-            print(f"error: {err}", file=sys.stderr)
-        status = 2 if isinstance(err, RecipeError) else 1
+    except RecipeError as err:  # all ranks have the same arguments; any other error ends the process, group and all
+        say_once(launch, f"error: {err}")
+        status = 2
+    except WrongWork as err:  # on every rank alike
+        say_agreed(launch, f"error: {err}")
+        status = 1
+    except (OSError, RuntimeError) as err:
+        if isinstance(err, OSError) and chosen.out and place.rank == 0:
+            print(f"error: {chosen.out}: {err.strerror or err}; free space or choose another --out", file=sys.stderr)
+            return 1
+        if is_lost_peer(err):
+            return report(err, launch)
+        raise
     leave(place)
     return status
 
@@ -74,8 +91,13 @@ def _measure(chosen: argparse.Namespace, arguments: Sequence[str], place: Place)
     return int("failed" in bad or (chosen.strict and bool(bad)))
 
 
-def join() -> Place:
-    """The group that torchrun announces in the environment, or one rank without any."""
+def join(launch: Launch) -> Place:
+    """The group that torchrun announces in the environment, or one rank without any.
+
+    Raises:
+        PeerError: not all ranks came in time.
+        Unavailable: the launcher's port is taken.
+    """
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
     if cuda:
@@ -83,7 +105,10 @@ def join() -> Place:
     if "RANK" not in os.environ:
         return Place(device=device, group=None, rank=0, num_ranks=1)
     timeout = timedelta(seconds=TIMEOUT_S)
-    dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None)
+    try:
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None)
+    except (dist.DistStoreError, dist.DistNetworkError) as err:
+        raise absent(err, launch, TIMEOUT_S, "the benchmark's limit") from err
     return Place(device=device, group=dist.group.WORLD, rank=dist.get_rank(), num_ranks=dist.get_world_size())
 
 

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import torch
 
+from moe_ep.bounds import POSITIVE
 from moe_ep.config import DTYPES, nearest, require
 from moe_ep.errors import RecipeError
 
@@ -84,8 +85,6 @@ def parse_options(chosen: argparse.Namespace, device: torch.device) -> Options:
     default = "float32" if device.type == "cpu" else "bfloat16"
     dtype = chosen.dtype or default
     require(dtype in DTYPES, f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
-    rates = [] if chosen.rates is None else split(chosen.rates, float, "--rates")
-    require(len(rates) in (0, 2), f"--rates {chosen.rates!r} must be LINK_GBS,HBM_TBS, such as 380,4.2")
     return Options(
         dispatchers=split(chosen.dispatchers, str, "--dispatchers"),
         shapes=tuple(map(parse_shape, chosen.shape)),
@@ -99,8 +98,22 @@ def parse_options(chosen: argparse.Namespace, device: torch.device) -> Options:
         iterations=chosen.iterations,
         warmup=chosen.warmup,
         seed=chosen.seed,
-        rates=Rates(link_gbs=rates[0], hbm_tbs=rates[1]) if rates else known_rates(device),
+        rates=known_rates(device) if chosen.rates is None else parse_rates(chosen.rates),
     )
+
+
+def parse_rates(text: str) -> Rates:
+    """The two rates of `--rates`.
+
+    Raises:
+        RecipeError: not two numbers, or one that is no rate.
+    """
+    try:
+        link, hbm = map(float, text.split(","))
+    except ValueError as err:
+        raise RecipeError(f"--rates {text!r} must be LINK_GBS,HBM_TBS, such as 380,4.2") from err
+    require(all(map(POSITIVE.holds, (link, hbm))), f"--rates {text!r}: each must be {POSITIVE}")
+    return Rates(link_gbs=link, hbm_tbs=hbm)
 
 
 def known_rates(device: torch.device) -> Rates | None:

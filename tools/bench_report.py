@@ -21,6 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this folder is no installed package
 
+from moe_ep.bounds import NOT_NEGATIVE
 from tools.rows import Row, read_rows
 
 BASELINE = "all2all"
@@ -179,8 +180,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--force", action="store_true", help="compare runs of different machines or shapes")
     chosen = parser.parse_args(argv)
     try:
-        if not chosen.threshold >= 0:
-            raise Refused(f"--threshold must not be negative, got {chosen.threshold}")
+        if not NOT_NEGATIVE.holds(chosen.threshold):
+            raise Refused(f"--threshold must be {NOT_NEGATIVE}, got {chosen.threshold}")
         runs = [load(path) for path in chosen.files]
         apart = [sentence for run in runs[1:] for sentence in differences(runs[0], run)]
         if apart and not chosen.force:

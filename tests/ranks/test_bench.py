@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,10 +23,12 @@ from moe_ep.dispatch.all2all import All2All
 from moe_ep.errors import InputError
 from moe_ep.routing import NO_ROUTE, Routing
 from moe_ep.testing.ranks import RankPool
+from tools import bench_dispatch
 from tools.bench_dispatch import main
-from tools.bench_options import Options
+from tools.bench_options import Options, parse_rates
 from tools.bench_run import WrongWork, run
 from tools.bench_setting import Place
+from tools.floors import Rates
 from tools.rows import ROW_FIELDS, Row, read_rows
 from tools.shapes import Shape
 
@@ -155,8 +158,6 @@ def test_complete_rows_of_right_results(pool: RankPool) -> None:
 
 
 def test_floors_and_bandwidths_follow_from_bytes_and_times(pool: RankPool) -> None:
-    from tools.floors import Rates
-
     rates = Rates(link_gbs=1e-3, hbm_tbs=1e3)  # a link so slow that it alone decides: a byte in a nanosecond x 1000
     rows, _ = pool.run(measure, replace(QUICK, rates=rates))[0]
     by_stage = {(row["stage"], row["form"]): row for row in rows}
@@ -240,6 +241,8 @@ def test_bfloat16_stays_within_its_tolerance() -> None:
         (["--dtype", "f32"], "dtype 'f32' is not one of"),
         (["--skew", "x"], "--skew 'x'"),
         (["--skew", "1.5"], r"skew 1.5 lies outside [1, 1]"),
+        (["--rates", "nan,1"], "--rates 'nan,1': each must be finite and above 0"),
+        (["--rates", "380,inf"], "--rates '380,inf': each must be finite and above 0"),
         (["--rates", "380"], "--rates '380' must be LINK_GBS,HBM_TBS"),
         (["--dispatchers", ","], "--dispatchers is empty"),
         (["--iterations", "0"], "iterations must be at least 1, got 0"),
@@ -284,3 +287,28 @@ def test_wrong_results_fail_the_command_without_strict_too(
     assert main([*quick, "--dispatchers", "neighbour"]) == 1
     assert "error: aborted: dispatcher 'neighbour'" in capsys.readouterr().err
     assert [row["status"] for row in read_rows(tmp_path / "x.jsonl")[1]] == ["failed"]
+
+
+def test_rates_that_are_equal_are_two_rates() -> None:
+    assert parse_rates("4,4") == Rates(link_gbs=4.0, hbm_tbs=4.0)
+
+
+def test_a_file_that_cannot_be_written_ends_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(["--shape", "16,8,8,4,2", "--iterations", "1", "--warmup", "1", "--out", "/dev/full"]) == 1
+    assert "error: /dev/full: No space left on device; free space or choose another --out" in capsys.readouterr().err
+
+
+def test_a_rank_that_never_comes_ends_the_benchmark_with_3_and_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(bench_dispatch, "TIMEOUT_S", 1)
+    assert main(["--shape", "16,8,8,4,2"]) == 3
+    assert "only 1 of 2 ranks came within 1 s (the benchmark's limit)" in capfd.readouterr().err

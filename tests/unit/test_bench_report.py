@@ -115,7 +115,8 @@ def test_files_that_say_nothing_are_refused(first: str, tmp_path: Path, capsys: 
     for path, message in ((twice, "twice"), (empty, "no row with status ok"), (str(tmp_path / "no.jsonl"), "No such")):
         assert main([first, path]) == 2
         assert message in capsys.readouterr().err
-    assert main([first, "--threshold", "-1"]) == 2
+    for value in ("-1", "inf", "nan"):
+        assert main([first, "--threshold", value]) == 2
 
 
 def test_cpu_figures_are_labelled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
