@@ -213,9 +213,11 @@ def export_trace(profiler: torch.profiler.profile, path: Path) -> None:
     with writing(path):
         path.parent.mkdir(exist_ok=True)
         profiler.export_chrome_trace(str(path))
-        with path.open("rb") as file:
-            file.seek(-min(1000, os.fstat(file.fileno()).st_size), os.SEEK_END)
-            end = file.read()
+        end = b""
+        if path.exists():  # the profiler may have written nothing at all, and says nothing of that either
+            with path.open("rb") as file:
+                file.seek(-min(1000, os.fstat(file.fileno()).st_size), os.SEEK_END)
+                end = file.read()
     if b'"traceName"' not in end or not end.rstrip().endswith(b"}"):
         path.unlink(missing_ok=True)
         raise unwritable(path, "only a part of it was")

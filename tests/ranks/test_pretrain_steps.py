@@ -352,7 +352,7 @@ def test_a_trace_that_was_cut_off_is_named_on_every_rank(pool, folder):
     found = pool.run(failing_trace, folder)
     assert [exists for _, exists in found] == [True, True, False, True]
     expected = f"{folder / 'traces' / 'rank2.json'} cannot be written (only a part of it was); free space"
-    assert all(message is not None and message.startswith(expected) for message, _ in found)
+    assert all(message is not None and message.startswith(expected) for message, _ in found), found
 
 
 def test_what_a_kill_during_a_save_leaves_is_no_checkpoint_and_goes(folder):
@@ -457,3 +457,16 @@ def test_an_error_of_another_kind_is_the_failing_ranks_own_and_a_peers_elsewhere
     assert {(text, agreed) for _, text, agreed in found} == {
         ("rank 1: OSError: [Errno 28] No space left on device", True)
     }
+
+
+def mistake_on_the_second(group, rank):
+    try:
+        over_process_group(2, CPU).together(lambda: {}["absent"] if rank == 1 else None)
+    except (MoEError, KeyError) as err:
+        return type(err), str(err)
+
+
+def test_a_mistake_of_ours_keeps_its_traceback_and_lets_nobody_wait(pool):
+    found = pool.run(mistake_on_the_second)
+    assert [kind for kind, _ in found] == [PeerError, KeyError, PeerError, PeerError]
+    assert {text for _, text in found} == {"'absent'", "rank 1: KeyError: 'absent'"}
