@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-from moe_ep.errors import RecipeError, Unavailable
+from moe_ep.errors import MoEError, RecipeError, Unavailable
 from moe_ep.layer import moe_layers
 from moe_ep.recompute import recompute_context_fn
 from recipes import checkpoint
@@ -39,8 +41,7 @@ def build(recipe: Recipe, ranks: Ranks) -> Trainer:
     if recipe.train.deterministic:
         torch.use_deterministic_algorithms(True)
     model: Decoder = ranks.together(lambda: build_model(recipe, ranks))
-    owned = owned_parameters(model.named_parameters(), expert_names(model), ranks.rank)
-    optimizer = ShardedAdamW(owned, recipe.train.weight_decay)
+    optimizer: ShardedAdamW = ranks.together(lambda: build_optimizer(recipe, model, ranks))
     entries = Entries(model, optimizer, ranks, recipe.model.num_experts)
     return Trainer(recipe, ranks, model, optimizer, train_data, valid_data, corpus.info, entries)
 
@@ -59,16 +60,43 @@ def read_text(recipe: Recipe) -> Corpus:
 
 def build_model(recipe: Recipe, ranks: Ranks) -> Decoder:
     """The model on this rank's device, with its initial weights, sharded; the same for every number of ranks."""
-    try:
-        model = Decoder(recipe.model, recipe.moe_config(), ranks.ep_group)
-    except (RecipeError, Unavailable) as err:
-        raise type(err)(f"{recipe.source} [moe]: {err}") from err
-    assert bool(moe_layers(model)) == recipe.has_moe, "the model has no MoE layer although the recipe asks for one"
-    model.reset_parameters(recipe.train.seed)
-    model.to(ranks.device)
-    recompute(model, recipe.train.recompute, recompute_context_fn)
-    shard(model, ranks, recipe.model.torch_dtype)
+    with allocating(recipe, ranks):
+        try:
+            model = Decoder(recipe.model, recipe.moe_config(), ranks.ep_group)
+        except (RecipeError, Unavailable) as err:
+            raise type(err)(f"{recipe.source} [moe]: {err}") from err
+        assert bool(moe_layers(model)) == recipe.has_moe, "the model has no MoE layer although the recipe asks for one"
+        model.reset_parameters(recipe.train.seed)
+        model.to(ranks.device)
+        recompute(model, recipe.train.recompute, recompute_context_fn)
+        shard(model, ranks, recipe.model.torch_dtype)
     return model
+
+
+def build_optimizer(recipe: Recipe, model: Decoder, ranks: Ranks) -> ShardedAdamW:
+    """The optimizer over this rank's shards."""
+    with allocating(recipe, ranks):
+        owned = owned_parameters(model.named_parameters(), expert_names(model), ranks.rank)
+        return ShardedAdamW(owned, recipe.train.weight_decay)
+
+
+@contextlib.contextmanager
+def allocating(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
+    """Say of a model that does not fit into memory that it is the model.
+
+    Raises:
+        MoEError: in place of what the allocators raise.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as err:  # the GPU's allocator has a class of its own, the CPU's has none
+        if not isinstance(err, MemoryError | torch.OutOfMemoryError) and "allocate memory" not in str(err):
+            raise
+        reason = str(err).strip().splitlines()[0] if str(err).strip() else "no memory"
+        raise MoEError(
+            f"{recipe.source} [model]: the model does not fit into the memory of rank {ranks.rank} ({reason}); make it "
+            "smaller, or raise parallel.ep_size with more ranks"
+        ) from err
 
 
 def resume(trainer: Trainer, *, train: bool = True) -> str:

@@ -19,13 +19,13 @@ if __name__ == "__main__":  # runs from a clone, installed or not
 
 import torch
 
-from moe_ep.errors import CheckpointError
+from moe_ep.errors import CheckpointError, RecipeError
 from recipes import checkpoint
 from recipes.build import build, resume
 from recipes.hf import check_exportable, export_hf, import_hf
 from recipes.lost_peer import watch_peers
 from recipes.program import join
-from recipes.ranks import Launch, Ranks, mark_agreed
+from recipes.ranks import ALONE, Launch, Ranks, mark_agreed
 from recipes.recipe import Recipe, load_recipe
 from recipes.report import PEER_LOST, REFUSED, report, say_once
 from recipes.session import Session
@@ -36,7 +36,10 @@ USAGE = "usage: [torchrun ...] recipes/convert.py import|export RECIPE.toml FOLD
 
 def main(arguments: list[str]) -> int:
     """Run one rank; returns its exit code."""
-    launch = Launch.from_env()
+    try:
+        launch = Launch.from_env()
+    except RecipeError as err:
+        return report(err, ALONE)
     if len(arguments) < 3 or arguments[0] not in ("import", "export"):
         say_once(launch, USAGE)
         return REFUSED

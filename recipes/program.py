@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from moe_ep.errors import RecipeError
 from recipes.lost_peer import absent, watch_peers
-from recipes.ranks import Launch, Ranks, start
+from recipes.ranks import ALONE, Launch, Ranks, start
 from recipes.recipe import Recipe, check_world, load_recipe
 from recipes.report import PEER_LOST, REFUSED, report, say_once
 from recipes.session import Session
@@ -15,7 +16,10 @@ USAGE = "usage: [torchrun ...] recipes/pretrain.py RECIPE.toml [section.key=valu
 
 def main(arguments: list[str]) -> int:
     """Run one rank; returns its exit code."""
-    launch = Launch.from_env()
+    try:
+        launch = Launch.from_env()
+    except RecipeError as err:
+        return report(err, ALONE)
     if not arguments or arguments[0].startswith("-"):
         say_once(launch, USAGE)
         return REFUSED

@@ -16,6 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from moe_ep.config import require
 from moe_ep.errors import MoEError, PeerError, RecipeError
 
+_CIRCUMSTANCES = (OSError, ValueError, RuntimeError, MemoryError)
+
 
 @dataclass(frozen=True, slots=True)
 class Launch:
@@ -28,9 +30,33 @@ class Launch:
 
     @classmethod
     def from_env(cls) -> Launch:
-        """Read torchrun's variables."""
-        names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-        return cls(*(int(os.environ.get(name, default)) for name, default in names.items()))
+        """Read torchrun's variables.
+
+        Raises:
+            RecipeError: one of them is no number, out of range, or missing beside the others.
+        """
+        world = _variable("WORLD_SIZE", 1, at_least=1)
+        if world > 1:
+            for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+                require(os.environ.get(name, "") != "", f"{name} is not set beside WORLD_SIZE = {world}; {_LAUNCH}")
+            _variable("MASTER_PORT", 1, at_least=1, at_most=65535)
+        local_world = _variable("LOCAL_WORLD_SIZE", 1, at_least=1, at_most=world)
+        last_local = local_world - 1 if "LOCAL_WORLD_SIZE" in os.environ else None
+        rank = _variable("RANK", 0, at_most=world - 1)
+        return cls(rank, world, _variable("LOCAL_RANK", 0, at_most=last_local), local_world)
+
+
+ALONE = Launch(0, 1, 0, 1)
+_LAUNCH = "start all ranks with torchrun, or unset WORLD_SIZE for one rank"
+
+
+def _variable(name: str, default: int, at_least: int = 0, at_most: int | None = None) -> int:
+    """An environment variable that is a whole number."""
+    text = os.environ.get(name, str(default))
+    fits = text.isascii() and text.isdecimal() and at_least <= int(text) and (at_most is None or int(text) <= at_most)
+    limit = f"of at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
+    require(fits, f"{name} = {text!r} must be a whole number {limit}; {_LAUNCH}")
+    return int(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +113,7 @@ class Ranks:
         Raises:
             MoEError: of the failing rank's own class. Of another class, such as an OSError, that rank raises a MoEError
                 and all others a PeerError. `agreed` is set on it, so that not every rank needs to print it.
+            Exception: on the failing rank, an error as it is that no circumstance explains: it needs its traceback.
         """
         kind = type(error) if isinstance(error, MoEError) else None
         texts = self.gather(None if error is None else (kind, f"{type(error).__name__}: {error}", str(error)))
@@ -95,6 +122,8 @@ class Ranks:
             return
         rank, cls, named, text = failures[0]
         if cls is None:
+            if rank == self.rank and error is not None and not isinstance(error, _CIRCUMSTANCES):
+                raise error
             cls, text = MoEError if rank == self.rank else PeerError, f"rank {rank}: {named}"
         raise mark_agreed(cls(text)) from error
 
@@ -103,7 +132,7 @@ class Ranks:
         result, error = None, None
         try:
             result = act()
-        except (MoEError, OSError, ValueError, RuntimeError) as err:
+        except Exception as err:  # whatever it is, the others wait
             error = err
         self.agree(error)
         return result

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import socket
 from collections.abc import Iterator
 from datetime import timedelta
@@ -12,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from moe_ep.errors import CheckpointError, MoEError, NonFiniteError, PeerError, RecipeError
-from recipes import convert, program
+from recipes import build, convert, program
 from recipes.lost_peer import is_lost_peer
 from recipes.ranks import Launch, mark_agreed
 from recipes.report import report
@@ -123,6 +125,63 @@ def test_every_error_of_torch_distributed_means_a_lost_peer() -> None:
     assert all(is_lost_peer(kind("x")) for kind in kinds)
     assert is_lost_peer(RuntimeError("[../tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:40138"))
     assert not any(is_lost_peer(err) for err in (RuntimeError("shape mismatch"), NonFiniteError("gloo"), OSError("x")))
+
+
+LAUNCHES = [
+    ({"WORLD_SIZE": "abc"}, "WORLD_SIZE = 'abc' must be a whole number of at least 1"),
+    ({"WORLD_SIZE": ""}, "WORLD_SIZE = '' must be"),
+    ({"WORLD_SIZE": "0"}, "WORLD_SIZE = '0' must be"),
+    ({"WORLD_SIZE": "1.5"}, "WORLD_SIZE = '1.5' must be"),
+    ({"RANK": "2"}, "RANK = '2' must be a whole number from 0 to 1"),
+    ({"RANK": "-1"}, "RANK = '-1' must be"),
+    ({"RANK": ""}, "RANK is not set beside WORLD_SIZE = 2"),
+    ({"LOCAL_RANK": "x"}, "LOCAL_RANK = 'x' must be"),
+    ({"LOCAL_RANK": "2"}, "LOCAL_RANK = '2' must be a whole number from 0 to 1"),
+    ({"LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE = '3' must be a whole number from 1 to 2"),
+    ({"MASTER_PORT": "port"}, "MASTER_PORT = 'port' must be a whole number from 1 to 65535"),
+    ({"MASTER_PORT": "65536"}, "MASTER_PORT = '65536' must be"),
+    ({"MASTER_ADDR": ""}, "MASTER_ADDR is not set beside WORLD_SIZE = 2"),
+]
+
+
+@pytest.mark.parametrize(("variables", "said"), LAUNCHES)
+@pytest.mark.parametrize("name", MAINS)
+def test_a_launch_that_makes_no_sense_is_refused_in_one_line(be, small, capsys, name, variables, said) -> None:
+    be(0, **variables)
+    assert MAINS[name](small) == 2
+    output = capsys.readouterr().err
+    assert output.startswith(f"refused: {said}") and output.count("\n") == 1
+    assert "start all ranks with torchrun" in output
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{}, {"RANK": "1", "LOCAL_RANK": "1"}, {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": ""}],
+)
+def test_a_launch_that_makes_sense_is_read(be, variables) -> None:
+    be(0, **variables)
+    number = {name: int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+    assert dataclasses.astuple(Launch.from_env()) == tuple(number.values())
+
+
+TOO_LARGE = {
+    "the model": ["model.vocab_size=1000000000000", "model.hidden_size=4096"],
+    "the optimizer": [],
+}
+
+
+@pytest.mark.parametrize("what", TOO_LARGE)
+def test_a_model_that_does_not_fit_is_this_ranks_own_failure(small, capsys, monkeypatch, what) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    if not TOO_LARGE[what]:
+        monkeypatch.setattr(build, "ShardedAdamW", full)
+    place = [f"data.path={Path(small).parent / 'text'}", f"run.dir={Path(small).parent}", "parallel.ep_size=1"]
+    assert program.main([small, *place, *TOO_LARGE[what]]) == 1
+    output = capsys.readouterr().err
+    assert output.startswith(f"failed: MoEError: {small} [model]: the model does not fit into the memory of rank 0 (")
+    assert output.count("\n") == 1 and "another rank" not in output
 
 
 LOST = RuntimeError("[/pytorch/gloo/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:40138\nmore")
