@@ -147,7 +147,8 @@ class CheckpointSection:
     """Save every `every` steps (0: only at the end and on SIGTERM) and keep the newest `keep` checkpoints.
 
     resume: "auto" takes the newest checkpoint of the run's folder, "never" starts anew (an earlier run of this name is
-    renamed), a path names a checkpoint.
+    renamed), a path names a checkpoint. It must be of the same model, routing, text, split, order and sequence length
+    (`recipes.identity`); rate, losses, steps, dispatcher, number of ranks and measurements may change.
     """
 
     every: int = 0
