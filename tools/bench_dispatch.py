@@ -30,7 +30,7 @@ from moe_ep.config import DTYPES
 from moe_ep.dispatch import close_dispatchers
 from moe_ep.errors import MoEError, RecipeError
 from recipes.lost_peer import absent, is_lost_peer
-from recipes.ranks import Launch
+from recipes.ranks import ALONE, Launch
 from recipes.report import report, say_agreed, say_once
 from tools.bench_options import BASELINE, parse_options
 from tools.bench_run import WrongWork, run
@@ -46,8 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, write, print; returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     chosen = _parser().parse_args(arguments)
-    launch = Launch.from_env()
+    launch = ALONE
     try:
+        launch = Launch.from_env()
         place = join(launch)
     except MoEError as err:
         return report(err, launch)

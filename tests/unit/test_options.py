@@ -28,9 +28,7 @@ later = [1, 2.5]
 
 
 @pytest.fixture
-def recipe_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setattr(registry, "_classes", dict(registry._classes))
-
+def recipe_file(tmp_path: Path) -> Iterator[Path]:
     @register_dispatcher("fancy")
     class Fancy(Local):
         name: ClassVar[str] = "fancy"
@@ -43,6 +41,7 @@ def recipe_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
     path.write_text(text + TABLES)
     yield path
     close_dispatchers(None)
+    del registry._classes["fancy"]
 
 
 def built(recipe: Recipe) -> DispatchConfig:
