@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -139,8 +140,11 @@ def make_way(trainer: Trainer) -> str | None:
         if path is None:
             aside = set_aside(folder)
             return None if aside is None else f"the run of this name before is now {aside}"
-        with writing(folder / "checkpoints"):
+        with writing(folder):
             left = checkpoint.put_aside(folder / "checkpoints", path, step)
+            rows = folder / "metrics.jsonl"  # loses its later rows when training goes on
+            if left and rows.exists():
+                left.append(Path(shutil.copy2(rows, checkpoint.aside_name(rows))))
         names = ", ".join(old.name for old in left)
         return f"put aside, as this run goes on from step {step} without them: {names}" if left else None
 

@@ -25,7 +25,17 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from moe_ep.errors import CheckpointError
-from recipes.checkpoint_folder import find, is_step, list_steps, newest, prune, put_aside, rename_aside, step_name
+from recipes.checkpoint_folder import (
+    aside_name,
+    find,
+    is_step,
+    list_steps,
+    newest,
+    prune,
+    put_aside,
+    rename_aside,
+    step_name,
+)
 from recipes.checkpoint_meta import (
     FileRecord,
     check_contents,
@@ -41,7 +51,7 @@ from recipes.identity import Identity
 from recipes.optim import ShardedAdamW
 from recipes.ranks import Ranks
 
-__all__ = ["Progress", "find", "is_step", "list_steps", "load", "newest", "put_aside", "restore", "save"]
+__all__ = ["Progress", "aside_name", "find", "is_step", "list_steps", "load", "newest", "put_aside", "restore", "save"]
 
 _SHOWN = 3  # differing names that a message lists
 

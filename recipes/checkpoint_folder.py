@@ -1,7 +1,7 @@
 """The folder that holds a run's checkpoints: their names, which one is meant, which ones go or step aside.
 
-`step-00000100` is the checkpoint of step 100; `step-00000100.aside` is one that a run went back behind. What the run
-has not written itself since is never deleted: steps above the present one are another line of training.
+`step-00000100` is the checkpoint of step 100; `step-00000100.aside` is one of another line of training, which the run
+left by going back behind it, or by starting from elsewhere. Those are never deleted.
 """
 
 from __future__ import annotations
@@ -63,16 +63,21 @@ def put_aside(folder: Path, path: Path, step: int) -> list[Path]:
     """Rename what a run that goes on from `path` at `step` leaves behind; returns the new names.
 
     That is every higher step of `folder`, which "auto" and pruning would otherwise take for newer than what the run is
-    going to save, and its checkpoint of the same step where the run started from another one.
+    going to save. Where the run starts from elsewhere it is every step: pruning would take the lower ones for its own.
     """
-    left = [(n, old) for n, old in list_steps(folder) if n > step or (n == step and not is_step(path, folder, step))]
-    return [rename_aside(old) for _, old in left]
+    elsewhere = not is_step(path, folder, step)
+    return [rename_aside(old) for n, old in list_steps(folder) if n > step or elsewhere]
 
 
 def rename_aside(old: Path) -> Path:
     """Rename one checkpoint so that nothing takes it up unless `checkpoint.resume` names it; returns the new name."""
-    names = (old.with_name(f"{old.name}.aside{n if n > 1 else ''}") for n in itertools.count(1))
-    return old.rename(next(name for name in names if not name.exists()))
+    return old.rename(aside_name(old))
+
+
+def aside_name(path: Path) -> Path:
+    """A free name beside `path`: `NAME.aside`, `NAME.aside2`, ..."""
+    names = (path.with_name(f"{path.name}.aside{n if n > 1 else ''}") for n in itertools.count(1))
+    return next(name for name in names if not name.exists())
 
 
 def prune(folder: Path, step: int, keep: int) -> None:

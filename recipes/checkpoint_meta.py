@@ -57,7 +57,7 @@ def read_meta(path: Path) -> dict[str, Any]:
     if not isinstance(meta, dict):
         raise CheckpointError(f"{path} is damaged: {META} holds a {type(meta).__name__}; {WAY_OUT}")
     if meta.get("format") != FORMAT:
-        raise CheckpointError(f"{path} has format {meta.get('format')!r}; this version reads {FORMAT}")
+        raise CheckpointError(f"{path} has format {meta.get('format')!r}; this version reads {FORMAT}; {WAY_OUT}")
     said = meta.pop("sha256", None)
     if said != _digest(meta) or any(type(meta.get(key)) is not kind for key, kind in _TYPES.items()):
         raise CheckpointError(f"{path} is damaged: {META} is not as it was written; {WAY_OUT}")

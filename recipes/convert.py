@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> int:
         launch = Launch.from_env()
     except RecipeError as err:
         return report(err, ALONE)
-    if len(arguments) < 3 or arguments[0] not in ("import", "export"):
+    if len(arguments) < 3 or arguments[0] not in ("import", "export") or not arguments[2]:
         say_once(launch, USAGE)
         return REFUSED
     try:  # every rank ends with a message and a code, whatever happens

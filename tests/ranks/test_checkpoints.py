@@ -212,17 +212,24 @@ def test_pruning_leaves_the_checkpoint_just_written_and_higher_ones(tmp_path: Pa
     assert [step for step, _ in list_steps(tmp_path)] == [8, 9, 10, 12]
 
 
-def test_a_start_from_elsewhere_puts_aside_the_same_step_too_and_a_second_time_under_another_name(
-    tmp_path: Path,
-) -> None:
-    own, other = tmp_path / "own", tmp_path / "other"
+def test_a_start_from_elsewhere_puts_all_aside_and_a_second_time_under_other_names(tmp_path: Path) -> None:
+    own, elsewhere = tmp_path / "own", fake(tmp_path / "other", 5)
     for _ in range(2):
-        fake(own, 5)
-        fake(own, 6)
-        path = fake(other, 5) if not other.exists() else other / step_name(5)
-        put_aside(own, path, 5)
+        for step in (4, 5, 6):
+            fake(own, step)
+        put_aside(own, elsewhere, 5)
     names = {path.name for path in own.iterdir()}
-    assert names == {"step-00000005.aside", "step-00000005.aside2", "step-00000006.aside", "step-00000006.aside2"}
+    assert names == {f"{step_name(step)}.{aside}" for step in (4, 5, 6) for aside in ("aside", "aside2")}
+
+
+def test_a_run_that_goes_back_to_what_it_put_aside_puts_the_other_line_aside(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        fake(tmp_path, step)
+    (aside,) = put_aside(tmp_path, tmp_path / step_name(2), 2)
+    fake(tmp_path, 3)
+    put_aside(tmp_path, aside, 3)
+    assert list_steps(tmp_path) == [] and aside.exists()
+    assert len(list(tmp_path.iterdir())) == 4
 
 
 def test_a_step_that_is_written_again_puts_the_former_one_aside(folder: Path) -> None:
@@ -251,6 +258,9 @@ def test_a_run_that_goes_back_keeps_its_new_work(tmp_path: Path) -> None:
     last = max(step for step, _ in list_steps(folder))
     assert f"saved step {last}" in job.text(0)
     said = "put aside, as this run goes on from step 2 without them: step-00000003.aside, step-00000004.aside"
+    said += ", metrics.jsonl.aside"
+    rows = (tmp_path / "runs" / "small" / "metrics.jsonl.aside").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in rows] == [1, 2, 3, 4]
     assert said in job.text(0).splitlines()
     assert {path.name for path in folder.iterdir()} == {
         step_name(last), "step-00000003.aside", "step-00000004.aside"

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from moe_ep.errors import RecipeError
+from recipes import convert
 from recipes.lock import LOCK, FolderLock
 from recipes.ranks import Ranks
 from recipes.recipe import load_recipe
@@ -74,6 +75,17 @@ def test_a_killed_run_leaves_its_folder_free(tmp_path: Path) -> None:
     process.wait()
     assert lock.hold(tmp_path / "run") is None
     assert (tmp_path / "run" / LOCK).read_text().startswith(f"process {os.getpid()} on ")
+
+
+def test_nothing_is_imported_into_a_run_that_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = ["model.num_shared_experts=0", "model.shared_intermediate_size=0", f"run.dir={tmp_path}", *ALONE]
+    recipe = str(write(tmp_path))
+    with FolderLock() as lock:
+        lock.hold(tmp_path / "small")
+        assert convert.main(["import", recipe, str(tmp_path / "weights"), *plain]) == 2
+    assert "small is in use by another run" in capsys.readouterr().err
+    assert convert.main(["export", recipe, "", *plain]) == 2
+    assert "usage" in capsys.readouterr().err
 
 
 def test_the_lock_follows_the_name_when_the_folder_is_renamed(tmp_path: Path) -> None:
