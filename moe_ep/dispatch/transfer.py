@@ -54,7 +54,9 @@ class Flight:
         """Send the payload; the results are not valid yet."""
         sent = tuple(t.contiguous() for t in payload)
         self._forward = self._comm.launch(self._what, lambda: self.transfer.forward(sent), keep=sent)
-        return self._forward.results
+        # Autograd hangs its node, which owns this flight, on the tensors returned. Were they the ones that the works in
+        # flight hold, nobody could ever free a ticket abandoned here: Python's collector does not see that cycle.
+        return tuple(t.detach() for t in self._forward.results)
 
     def wait_forward(self) -> None:
         """Make the results valid on the caller's stream."""
