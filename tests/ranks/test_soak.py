@@ -26,7 +26,7 @@ from tests.ranks.small_stack import MOE, H, SmallLayer, loads, loss_of
 
 KEYS = 10  # inputs that come again and again
 MAX_TOKENS = MOE["max_tokens"]
-# of the resident set in the 200 steps behind the warm-up
+# of the resident set in the 200 steps behind the warm-up; measured on 2 ranks: 0.3
 RSS_GROWTH_MIB = 4.0
 
 State = dict[str, Tensor]
