@@ -135,7 +135,7 @@ def live_tensors() -> tuple[int, int]:
     """How many tensors there are, and their bytes."""
     gc.collect()
     found = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
-    return len(found), sum(t.untyped_storage().nbytes() for t in found)
+    return len(found), sum(t.numel() * t.element_size() for t in found)  # sparse ones have no storage
 
 
 def resident_mib() -> float:
