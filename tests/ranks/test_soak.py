@@ -193,6 +193,7 @@ def test_what_is_abandoned_on_its_way_is_freed_at_once(pool: RankPool, index: in
     pool.run(abandon_under_way, index, num_ranks=2)
 
 
+@pytest.mark.slow
 def test_thirty_steps_with_faults_leave_nothing_behind(pool: RankPool) -> None:
     pool.run(soak, 30, 20, num_ranks=2)
 
