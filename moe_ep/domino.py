@@ -17,6 +17,7 @@ gets ((g[M-1] + g[M-2]) + ... + g[0]), and that is added to what its `.grad` hel
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -28,6 +29,7 @@ from .dispatch.ticket import Stage, Ticket
 from .errors import InputError, ProtocolError, RecipeError
 from .layer import LayerFlight, MoEAux, MoELayer
 from .schedule import Kind, Schedule, Step, schedule
+from .tracing import stage_range
 
 Region = Callable[..., Any]  # region(fn, *tensors) runs fn(*tensors), such as torch.utils.checkpoint.checkpoint
 
@@ -66,7 +68,8 @@ class Pending:
                 "activation checkpoints (DominoLayer.recompute_in checkpoints a layer)"
             )
         self.ticket.payload, self.in_flight = self.in_flight, ()  # nobody else needs these rows again
-        return self.base + self.dispatcher.combine_postprocess(self.ticket).view(self.base.shape)
+        with stage_range("resolve", self.ticket.layer, self.ticket.micro_batch):
+            return self.base + self.dispatcher.combine_postprocess(self.ticket).view(self.base.shape)
 
 
 pytree.register_dataclass(Pending)  # for FSDP2 before torch 2.13, see Routing
@@ -170,11 +173,16 @@ class _Run:
         assert self.layer.moe is not None, "a dense layer has no such step"
         return self.layer.moe
 
+    def _named(self, stage: str, i: int) -> AbstractContextManager[Any]:
+        moe = self.layer.moe
+        return stage_range(stage, None if moe is None else moe.layer_index, i)
+
     def resolve(self, i: int) -> None:
         self.x[i] = self.inputs.pop(i).resolve()
 
     def attention(self, i: int) -> None:
-        self.h[i], self.n[i] = self.layer.attention(self.x.pop(i))
+        with self._named("attention", i):
+            self.h[i], self.n[i] = self.layer.attention(self.x.pop(i))
 
     def route(self, i: int) -> None:
         self.flights[i] = self._moe.prepare(self.n[i], self.valid[i], micro_batch=i)
@@ -189,8 +197,9 @@ class _Run:
         self._moe.dispatcher.combine(self.flights[i].ticket)
 
     def shared(self, i: int) -> None:
-        h, added = self.h.pop(i), self.layer.shared(self.n.pop(i))
-        self.base[i] = h if added is None else h + added
+        with self._named("shared", i):
+            h, added = self.h.pop(i), self.layer.shared(self.n.pop(i))
+            self.base[i] = h if added is None else h + added
 
     def inside(self) -> _Run:
         """A walk that goes on from here, and leaves this one as it is."""

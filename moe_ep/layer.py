@@ -25,6 +25,7 @@ from .load import rank_load
 from .losses import RouterAux
 from .router import SigmoidRouter, build_router
 from .routing import Routing
+from .tracing import stage_range
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +139,8 @@ class MoELayer(nn.Module):
         """
         flight = self.launch_dispatch(x, valid, micro_batch=micro_batch)
         self.launch_combine(flight)
-        shared = self.run_shared(x if valid is None else x.masked_fill(~valid[..., None], 0))
+        with stage_range("shared", self.layer_index, micro_batch):
+            shared = self.run_shared(x if valid is None else x.masked_fill(~valid[..., None], 0))
         y = self.resolve(flight)
         return (y if shared is None else y + shared), self.aux_of(flight)
 
@@ -153,7 +155,8 @@ class MoELayer(nn.Module):
     def prepare(self, x: Tensor, valid: Tensor | None = None, *, micro_batch: int = 0) -> LayerFlight:
         """Router, dispatch_preprocess; `dispatcher.dispatch(flight.ticket)` is next."""
         try:
-            x_TH, routing, router_aux = self._route(x, valid)
+            with stage_range("route", self.layer_index, micro_batch):
+                x_TH, routing, router_aux = self._route(x, valid)
         except Exception:
             # the other ranks are on their way to the exchange of counts; they must not wait there for this one
             device = x.device if isinstance(x, Tensor) else None
@@ -183,7 +186,8 @@ class MoELayer(nn.Module):
     def compute(self, flight: LayerFlight) -> None:
         """dispatch_postprocess, experts, combine_preprocess; `dispatcher.combine(flight.ticket)` is next."""
         expert_input = self.dispatcher.dispatch_postprocess(flight.ticket)
-        y_NH = self.experts(expert_input)
+        with stage_range("experts", self.layer_index, flight.ticket.micro_batch):
+            y_NH = self.experts(expert_input)
         self.dispatcher.combine_preprocess(flight.ticket, y_NH)
 
     def run_shared(self, x: Tensor) -> Tensor | None:

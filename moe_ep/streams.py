@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .errors import lost_peer
+from .tracing import transfer_range
 
 Launch = Callable[[], tuple[tuple[Tensor, ...], list[Any]]]
 
@@ -46,6 +47,12 @@ class InFlight:
         Raises:
             PeerError: a collective failed or timed out; the message says which.
         """
+        with transfer_range("wait", self.what):
+            self._wait()
+        results, self.results, self._works, self._keep = self.results, (), [], ()
+        return results
+
+    def _wait(self) -> None:
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
         try:
@@ -53,13 +60,12 @@ class InFlight:
                 work.wait()
         except RuntimeError as err:
             raise lost_peer(self.what, err) from err
-        results, self.results, self._works, self._keep = self.results, (), [], ()
-        return results
 
     def wait_on_host(self) -> tuple[Tensor, ...]:
         """As `wait`, and block the host until the results can be read there."""
         if self._event is not None:
-            self._event.synchronize()
+            with transfer_range("wait", self.what):
+                self._event.synchronize()
         return self.wait()
 
     @property
@@ -84,6 +90,10 @@ class CommStream:
             fn: returns (outputs, work handles to wait for; empty on CUDA).
             keep: what `fn` reads, kept alive until `InFlight.wait`.
         """
+        with transfer_range("launch", what):
+            return self._launch(what, fn, keep)
+
+    def _launch(self, what: str, fn: Launch, keep: Sequence[Any]) -> InFlight:
         if self.stream is None:
             results, works = fn()
             return InFlight(what, results, works, None, keep)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from moe_ep import doctor
 from moe_ep.config import require
 from moe_ep.dispatch import close_dispatchers
+from moe_ep.tracing import step_range
 from recipes import plots
 from recipes.build import build, make_way, resume
 from recipes.files import replace_text, unwritable, writing
@@ -92,7 +93,8 @@ class Session:
         """One step and what is due after it; returns whether to stop."""
         recipe, number = self.recipe, trainer.step + 1
         self._trace(number)
-        row, sums = train_step(trainer, self.stop_asked)
+        with step_range(number):
+            row, sums = train_step(trainer, self.stop_asked)
         last = number == recipe.train.steps
         due = _due(number, recipe.metrics.valid_every) or last
         if due and not sums.stop:

@@ -21,6 +21,7 @@ from ..faults import Fault, FaultRecord, place_of, routing_status
 from ..permute import ExpertInput
 from ..routing import Routing
 from ..streams import CommStream, InFlight, LanePool, comm_stream
+from ..tracing import stage_range
 from .capabilities import Capabilities, check_input, group_serves
 from .ticket import Stage, Ticket
 
@@ -244,7 +245,8 @@ class Dispatcher(ABC):
 
     def _run(self, ticket: Ticket, stage: Stage, fn: Callable[[], T]) -> T:
         try:
-            result = fn()
+            with stage_range(stage.label, ticket.layer, ticket.micro_batch):
+                result = fn()
         except BaseException:
             ticket.release()
             raise
