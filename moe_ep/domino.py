@@ -191,7 +191,7 @@ class _Run:
         self._moe.dispatcher.dispatch(self.flights[i].ticket)
 
     def experts(self, i: int) -> None:
-        self._moe.compute(self.flights[i])
+        self._moe.compute(self.flights[i], beside_others=len(self.valid) > 1)
 
     def combine(self, i: int) -> None:
         self._moe.dispatcher.combine(self.flights[i].ticket)

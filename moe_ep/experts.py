@@ -20,6 +20,7 @@ from .errors import InputError, RecipeError, Unavailable
 from .grouped_mlp import grouped_swiglu
 from .initial import SHARED_EXPERT_ID, generator_for, normal_
 from .permute import ExpertInput
+from .sms import grouped_mm_refusal, leave_free, num_sms
 
 
 class GroupedExperts(nn.Module):
@@ -58,11 +59,12 @@ class GroupedExperts(nn.Module):
             normal_(self.w_down[local], self.config.init_std, generator)
 
     @eager
-    def forward(self, inp: ExpertInput) -> Tensor:
+    def forward(self, inp: ExpertInput, *, reserve_sms: int = 0) -> Tensor:
         """Weighted expert outputs.
 
         Args:
             inp: rows in the parameters' dtype, float32 row weights (float64 too where the rows are float64).
+            reserve_sms: SMs that the GEMMs leave free for communication beside them, in backward as well.
 
         Returns:
             [N, H] in the rows' dtype: w[n] * expert(row n), with gradients to the rows, the row weights and both
@@ -71,13 +73,20 @@ class GroupedExperts(nn.Module):
         Raises:
             InputError: sizes or dtypes that do not fit. Counts that contradict the offsets are found on a CPU and,
                 with MOE_EP_DEBUG=1 and a wait for the device, elsewhere.
+            Unavailable: reserve_sms where `reserve_refusal` has a reason.
         """
         _check_input(inp, self.w_down)
-        with _own_dtype(inp.source):
+        if reserve_sms:
+            _check_reserve(self, reserve_sms, inp.source.device)
+        with _own_dtype(inp.source), leave_free(reserve_sms):
             return self.compute(inp)
 
+    def reserve_refusal(self, device: torch.device) -> str | None:
+        """Why these experts cannot leave SMs free on a device, in a few words; None: they can."""
+        return f"experts = {self.config.experts!r} cannot limit their GEMMs"
+
     def compute(self, inp: ExpertInput) -> Tensor:
-        """What a back end implements: `forward` without the checks."""
+        """What a back end implements: `forward` without the checks, under `sms.leave_free`."""
         raise NotImplementedError(f"{type(self).__name__} must implement compute(inp)")
 
     def extra_repr(self) -> str:
@@ -144,6 +153,10 @@ class TorchExperts(GroupedExperts):
         _refuse_float64(self.w_down.dtype)
         activation = self.config.weighting == "activation"
         return grouped_swiglu(inp, self.w_gate_up, self.w_down, weight_activation=activation)
+
+    def reserve_refusal(self, device: torch.device) -> str | None:
+        """See GroupedExperts."""
+        return grouped_mm_refusal(device, self.w_down.dtype)
 
 
 def _refuse_float64(dtype: torch.dtype) -> None:
@@ -255,6 +268,14 @@ def _check_input(inp: ExpertInput, w_down: Tensor) -> None:
         )
     if source.device.type == "cpu" or os.environ.get("MOE_EP_DEBUG") == "1":
         _check_counts(inp)
+
+
+def _check_reserve(experts: GroupedExperts, reserve_sms: int, device: torch.device) -> None:
+    reason = experts.reserve_refusal(device)
+    if reason is not None:
+        raise Unavailable(f"reserve_sms = {reserve_sms} would have no effect: {reason}; set it to 0")
+    if not 0 < reserve_sms < num_sms(device):
+        raise InputError(f"reserve_sms = {reserve_sms} must lie in [0, {num_sms(device)}), the SMs of this GPU")
 
 
 def _check_counts(inp: ExpertInput) -> None:

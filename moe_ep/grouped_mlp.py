@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .permute import ExpertInput, gather_rows
+from .sms import leave_free, left_free
 
 ROW_ALIGNMENT = 16  # bytes, of grouped_mm's row strides and addresses
 
@@ -79,13 +80,20 @@ class _Plan:
     total: int | None  # offsets[L] where the host knows it without waiting for a device
     weight_activation: bool
     gather: tuple[Tensor, Tensor, Tensor] | None  # source, row_index, positions: gather the rows again in backward
+    free_sms: int  # what the forward left free, backward does
 
 
 def _plan(inp: ExpertInput, weight_activation: bool) -> _Plan:
     gather = None
     if inp.row_index is not None and inp.positions is not None and inp.source.shape[0] < inp.capacity:
         gather = (inp.source.detach(), inp.row_index, inp.positions)
-    return _Plan(ends=inp.offsets[1:], total=known_total(inp), weight_activation=weight_activation, gather=gather)
+    return _Plan(
+        ends=inp.offsets[1:],
+        total=known_total(inp),
+        weight_activation=weight_activation,
+        gather=gather,
+        free_sms=left_free(),
+    )
 
 
 def known_total(inp: ExpertInput) -> int | None:
@@ -119,18 +127,19 @@ class _GroupedSwiGLU(torch.autograd.Function):
         gate, up = h.chunk(2, dim=-1)
         silu = F.silu(gate)
         act = silu * up
-        if need_x or need_weights or need_gate_up:
-            q = rows_mm(dy_NH, w_down, ends, transpose=False)
-        if need_weights:
-            d_weights = _zero_tail(row_dot(q, act), ctx.plan)
-        if need_down:
-            d_down = weight_grad(dy_NH, _scale_(act, weights_N), ends)
-        if need_x or need_gate_up:
-            dh = _d_hidden(_scale_(q, weights_N), gate, up, silu)
-        if need_x:
-            dx = _zero_tail(rows_mm(dh, w_gate_up, ends, transpose=False), ctx.plan)
-        if need_gate_up:
-            d_gate_up = weight_grad(dh, gather_rows(*rows) if len(rows) == 3 else rows[0], ends)
+        with leave_free(ctx.plan.free_sms):
+            if need_x or need_weights or need_gate_up:
+                q = rows_mm(dy_NH, w_down, ends, transpose=False)
+            if need_weights:
+                d_weights = _zero_tail(row_dot(q, act), ctx.plan)
+            if need_down:
+                d_down = weight_grad(dy_NH, _scale_(act, weights_N), ends)
+            if need_x or need_gate_up:
+                dh = _d_hidden(_scale_(q, weights_N), gate, up, silu)
+            if need_x:
+                dx = _zero_tail(rows_mm(dh, w_gate_up, ends, transpose=False), ctx.plan)
+            if need_gate_up:
+                d_gate_up = weight_grad(dh, gather_rows(*rows) if len(rows) == 3 else rows[0], ends)
         return dx, d_weights, d_gate_up, d_down, None
 
 

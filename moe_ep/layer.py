@@ -74,6 +74,10 @@ class MoELayer(nn.Module):
     experts differ from rank to rank: keep them out of what a framework makes equal (DistributedDataParallel over the
     expert-parallel group copies rank 0's parameters to all, unless `experts` is in its ignored parameters).
 
+    Where several micro-batches interleave, the experts leave free the SMs that the dispatcher says its communication
+    takes, if they can (see `moe_ep.sms`). The attribute `reserve_sms` sets another number; experts that cannot keep to
+    one then refuse it.
+
     Inside a compiled model (torch.compile) the layer runs eagerly between the graphs in front of it and behind it, so
     changing routes recompile nothing; `fullgraph=True` cannot work around it. See `moe_ep.eager`.
 
@@ -94,6 +98,7 @@ class MoELayer(nn.Module):
             error = err
         agree(f"MoE layer {layer_index}", {"layer_index": layer_index, **asdict(config)}, error, group)
         self.dispatcher = build_dispatcher(config.dispatch(), group)
+        self.reserve_sms: int | None = None
 
     def _build_local(self, group: dist.ProcessGroup | None) -> None:
         """Everything that can fail on this rank alone, before the ranks agree to go on."""
@@ -183,12 +188,23 @@ class MoELayer(nn.Module):
         self.dispatcher.combine(flight.ticket)
 
     @eager
-    def compute(self, flight: LayerFlight) -> None:
-        """dispatch_postprocess, experts, combine_preprocess; `dispatcher.combine(flight.ticket)` is next."""
+    def compute(self, flight: LayerFlight, *, beside_others: bool = False) -> None:
+        """dispatch_postprocess, experts, combine_preprocess; `dispatcher.combine(flight.ticket)` is next.
+
+        Args:
+            flight: of this micro-batch.
+            beside_others: communication of other micro-batches is under way: the experts leave it SMs of a GPU.
+        """
         expert_input = self.dispatcher.dispatch_postprocess(flight.ticket)
+        reserve = self._reserve_for(expert_input.source.device) if beside_others else 0
         with stage_range("experts", self.layer_index, flight.ticket.micro_batch):
-            y_NH = self.experts(expert_input)
+            y_NH = self.experts(expert_input, reserve_sms=reserve)
         self.dispatcher.combine_preprocess(flight.ticket, y_NH)
+
+    def _reserve_for(self, device: torch.device) -> int:
+        if self.reserve_sms is not None:
+            return self.reserve_sms
+        return 0 if self.experts.reserve_refusal(device) else self.dispatcher.comm_sms
 
     def run_shared(self, x: Tensor) -> Tensor | None:
         """The shared experts' output [..., H], None where there are none."""

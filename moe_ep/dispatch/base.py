@@ -93,6 +93,11 @@ class Dispatcher(ABC):
         """Host syncs of one micro-batch, forward and backward, as this object is configured."""
         return self.capabilities.host_syncs
 
+    @property
+    def comm_sms(self) -> int:
+        """SMs of a GPU that its communication keeps busy while it runs: what GEMMs beside it should leave free."""
+        return 0 if self.num_ranks == 1 else self.config.num_sms or self.capabilities.comm_sms
+
     def describe(self) -> str:
         """One line on what runs, for the log."""
         ranks = "1 rank" if self.num_ranks == 1 else f"{self.num_ranks} ranks"

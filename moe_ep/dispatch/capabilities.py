@@ -33,6 +33,7 @@ class Capabilities:
         host_syncs: host syncs of one micro-batch, forward and backward.
         graph_capture: whether a CUDA graph may capture it.
         uses_num_sms: whether config.num_sms has an effect.
+        comm_sms: SMs that its communication keeps busy on a GPU while it runs, where config.num_sms does not say.
         packages: what must be installed, as pip requirements.
         deterministic: results repeat bit for bit; the contract suite holds it to that.
         notes: sentences on limits, each with its source.
@@ -54,6 +55,7 @@ class Capabilities:
     host_syncs: int = 0
     graph_capture: bool = False
     uses_num_sms: bool = False
+    comm_sms: int = 0
     packages: tuple[str, ...] = ()
     deterministic: bool = True
     notes: tuple[str, ...] = ()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -156,3 +159,20 @@ def test_autocast_leaves_the_dtype_alone() -> None:
         y = experts(inp)
     assert y.dtype == torch.float32
     torch.testing.assert_close(y, experts(inp), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("reserve", [0, 16, 32])
+def test_gemms_leave_sms_free_in_forward_and_backward(reserve: int, tmp_path: Path) -> None:
+    """A grouped GEMM has one thread block an SM: no more of them than SMs that are left to it."""
+    experts = build("torch", 4, 512, 512, "bfloat16")
+    inp, dy = make_input((1024,) * 4, 512, torch.bfloat16, 0)
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        experts(inp, reserve_sms=reserve).backward(dy)
+        torch.cuda.synchronize()
+    profile.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    grids = [math.prod(e["args"]["grid"]) for e in events if "GroupProblemShape" in e["name"] and "grid" in e["args"]]
+    all_sms = torch.cuda.get_device_properties(0).multi_processor_count
+    assert len(grids) == 6 and all(0 < blocks <= all_sms - reserve for blocks in grids)
+    assert reserve or max(grids) > all_sms - 16, "it does fill the GPU otherwise"
