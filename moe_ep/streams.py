@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .errors import lost_peer
+from .peers import is_lost_peer
 from .tracing import transfer_range
 
 Launch = Callable[[], tuple[tuple[Tensor, ...], list[Any]]]
@@ -89,9 +90,17 @@ class CommStream:
             what: for messages, such as "dispatch of layer 3, micro-batch 0".
             fn: returns (outputs, work handles to wait for; empty on CUDA).
             keep: what `fn` reads, kept alive until `InFlight.wait`.
+
+        Raises:
+            PeerError: a collective failed at once, as NCCL's do once a rank is known to be lost.
         """
         with transfer_range("launch", what):
-            return self._launch(what, fn, keep)
+            try:
+                return self._launch(what, fn, keep)
+            except RuntimeError as err:
+                if is_lost_peer(err):
+                    raise lost_peer(what, err) from err
+                raise
 
     def _launch(self, what: str, fn: Launch, keep: Sequence[Any]) -> InFlight:
         if self.stream is None:

@@ -19,24 +19,6 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from moe_ep.errors import MoEError, PeerError, Unavailable
 from recipes.ranks import Launch, Ranks
 
-_LOST = re.compile(
-    r"gloo|connection (closed|reset|refused)|timed out|timeout|broken pipe|nccl (error|communicator)|"
-    r"remote process exited|watchdog|socket",
-    re.IGNORECASE,
-)
-
-
-def is_lost_peer(err: BaseException) -> bool:
-    """Whether an exception (or one that it was raised from) says that another rank is gone or does not answer."""
-    seen: BaseException | None = err
-    while seen is not None:
-        if isinstance(seen, dist.DistError):
-            return True
-        if type(seen) is RuntimeError and _LOST.search(str(seen)):
-            return True
-        seen = seen.__cause__ or seen.__context__
-    return False
-
 
 def absent(err: Exception, launch: Launch, timeout_s: float, limit: str = "train.timeout_s") -> MoEError:
     """What to raise from the failure of a rank that tried to meet the others: who did not come, where that is known."""

@@ -11,8 +11,8 @@ from datetime import timedelta
 from torch._C._distributed_c10d import TCPStore
 
 from moe_ep.errors import MoEError, PeerError, RecipeError, Unavailable, lost_peer
+from moe_ep.peers import is_lost_peer
 from recipes.corpus import CorpusError
-from recipes.lost_peer import is_lost_peer
 from recipes.ranks import Launch
 
 FAILED, REFUSED, PEER_LOST = 1, 2, 3

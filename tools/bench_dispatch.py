@@ -29,7 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this folder is n
 from moe_ep.config import DTYPES
 from moe_ep.dispatch import close_dispatchers
 from moe_ep.errors import MoEError, RecipeError
-from recipes.lost_peer import absent, is_lost_peer
+from moe_ep.peers import is_lost_peer
+from recipes.lost_peer import absent
 from recipes.ranks import ALONE, Launch
 from recipes.report import report, say_agreed, say_once
 from tools.bench_options import BASELINE, parse_options

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from moe_ep.errors import CheckpointError, MoEError, NonFiniteError, PeerError, RecipeError
+from moe_ep.peers import is_lost_peer
 from recipes import build, convert, program
-from recipes.lost_peer import is_lost_peer
 from recipes.ranks import Launch, mark_agreed
 from recipes.report import report
 from tests.ranks.small_recipe import write

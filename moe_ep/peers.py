@@ -1,0 +1,38 @@
+"""Whom an error concerns: this rank, all ranks alike, or a rank that is gone."""
+
+from __future__ import annotations
+
+import re
+
+import torch.distributed as dist
+
+from .errors import PeerError
+
+_LOST = re.compile(
+    r"gloo|connection (closed|reset|refused)|timed out|timeout|broken pipe|nccl (error|communicator)|"
+    r"remote process exited|watchdog|socket",
+    re.IGNORECASE,
+)
+_EVERYWHERE = "raised_on_all_ranks"
+
+
+def is_lost_peer(err: BaseException) -> bool:
+    """Whether an exception (or one that it was raised from) says that another rank is gone or does not answer."""
+    seen: BaseException | None = err
+    while seen is not None:
+        if isinstance(seen, dist.DistError):
+            return True
+        if type(seen) is RuntimeError and _LOST.search(str(seen)):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+def mark_everywhere(err: Exception) -> None:
+    """Say that the other ranks raise too, so that nobody needs to tell them."""
+    setattr(err, _EVERYWHERE, True)
+
+
+def is_everywhere(err: BaseException) -> bool:
+    """Whether the other ranks raise too: by agreement, because they were told, or because a rank is gone."""
+    return isinstance(err, PeerError) or getattr(err, _EVERYWHERE, False) or is_lost_peer(err)
