@@ -16,11 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_ep.testing.host_syncs import WAITS
+
 _FLUSH_BYTES = 256 << 20  # several times the L2 of any GPU to date
-_BLOCKING_CALLS = {
-    *("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cudaMemcpy2D"),
-    *("cuCtxSynchronize", "cuStreamSynchronize", "cuEventSynchronize", "cudaFree"),
-}
 _BEGIN, _MARK = "stopwatch begin", "stopwatch mark"
 
 
@@ -176,6 +174,6 @@ def blocking_calls(events: Sequence[tuple[str, float]]) -> int:
             since_mark, open_region = 0, True
         elif name == _MARK:
             total, since_mark = total + since_mark, 0
-        elif name in _BLOCKING_CALLS and open_region:
+        elif name in WAITS and open_region:
             since_mark += 1
     return total
