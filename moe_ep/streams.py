@@ -26,8 +26,9 @@ from .tracing import transfer_range
 
 Launch = Callable[[], tuple[tuple[Tensor, ...], list[Any]]]
 
-# One comm stream per (device, group): dispatchers that share a group share its order of communication.
-_streams: dict[tuple[torch.device, str], CommStream] = {}
+# One comm stream per (device, group): dispatchers that share a group share its order of communication. A second one for
+# what has to arrive early.
+_streams: dict[tuple[torch.device, str, bool], CommStream] = {}
 
 
 class InFlight:
@@ -78,8 +79,8 @@ class InFlight:
 class CommStream:
     """Where the communication of one (device, group) is issued, in one order on all ranks."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
+        self.device, self.group = device, group
         # -1 is a high priority in CUDA's numbering; a waiting kernel then goes before compute's queued blocks
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
@@ -114,14 +115,27 @@ class CommStream:
         return InFlight(what, results, works, event, keep)
 
 
-def comm_stream(device: torch.device, group: dist.ProcessGroup | None) -> CommStream:
-    """The comm stream of (device, group), made at first use."""
+def comm_stream(device: torch.device, group: dist.ProcessGroup | None, *, early: bool = False) -> CommStream:
+    """The comm stream of (device, group), made at first use.
+
+    Args:
+        device: where the tensors lie.
+        group: what the collectives are issued on.
+        early: a stream beside the first, for what the host waits for; with a group of its own (see `open_twin`), or it
+            would stand in line behind rows all the same.
+    """
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    key = (device, "" if group is None else group.group_name)
+    key = (device, "" if group is None else group.group_name, early)
     if key not in _streams:
-        _streams[key] = CommStream(device)
+        _streams[key] = CommStream(device, group)
     return _streams[key]
+
+
+def forget_streams(group: dist.ProcessGroup) -> None:
+    """Drop the comm streams of a group that is closed."""
+    for key in [key for key in _streams if key[1] == group.group_name]:
+        del _streams[key]
 
 
 def is_async(device: torch.device) -> bool:

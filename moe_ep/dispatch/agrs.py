@@ -51,6 +51,7 @@ class Agrs(Dispatcher):
 
     name: ClassVar[str] = "agrs"
     capabilities: ClassVar[Capabilities] = Capabilities(needs_max_tokens=True, host_syncs=1)
+    early_apart: ClassVar[bool] = True
 
     def __init__(self, config: DispatchConfig, group: dist.ProcessGroup | None) -> None:
         num_ranks = 1 if group is None else group.size()
@@ -89,9 +90,9 @@ class Agrs(Dispatcher):
         padded = _pad(ids_TK, self.block, NO_ROUTE)
         sent = torch.cat([padded.reshape(-1), self.words(ticket, status.to(ids_TK.dtype))])
         gathered = sent.new_empty((self.num_ranks, sent.numel()))
-        launch = self.comm(sent.device).launch
+        comm = self.early(sent.device)
         what = f"exchange of ids of {ticket.where}"
-        early = launch(what, lambda: ((gathered,), all_gather(gathered.view(-1), sent, self.group)), keep=(sent,))
+        early = comm.launch(what, lambda: ((gathered,), all_gather(gathered.view(-1), sent, comm.group)), keep=(sent,))
         return early, gathered
 
     def _announce(self, ticket: Ticket, device: torch.device, code: Fault, value: int) -> None:

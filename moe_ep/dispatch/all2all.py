@@ -45,8 +45,9 @@ class All2All(Dispatcher):
     """One row per route each way; a token with several experts on one rank travels several times.
 
     The counts [R, L] travel early, together with each rank's fault status, and the host reads them once per
-    micro-batch. Received rows stand in the order (source rank, local expert, token, k); they are handed over as they
-    are, with the index that regroups them by expert.
+    micro-batch. They have a process group and a stream of their own, so that a micro-batch's rows can be launched while
+    those of the one before are still under way. Received rows stand in the order (source rank, local expert, token, k);
+    they are handed over as they are, with the index that regroups them by expert.
 
     Order of sums: combine adds a token's routes with k ascending, in float32; so does backward for x.
     Kept for backward: 12 T K + 8 N bytes of integers, and the N received rows where the experts keep them.
@@ -54,6 +55,7 @@ class All2All(Dispatcher):
 
     name: ClassVar[str] = "all2all"
     capabilities: ClassVar[Capabilities] = Capabilities(host_syncs=1)
+    early_apart: ClassVar[bool] = True
 
     def __init__(self, config: DispatchConfig, group: dist.ProcessGroup | None) -> None:
         num_ranks = 1 if group is None else group.size()
@@ -82,10 +84,10 @@ class All2All(Dispatcher):
         both = sent.new_empty((2, *sent.shape))
         both[0] = sent
         ones = [1] * self.num_ranks
-        comm = self.comm(sent.device)
+        comm = self.early(sent.device)
 
         def exchange() -> tuple[tuple[Tensor, ...], list[object]]:
-            works = all_to_all(both[1], sent, ones, ones, self.group)
+            works = all_to_all(both[1], sent, ones, ones, comm.group)
             if sent.device.type != "cuda":
                 return (both,), works
             assert ticket.lane is not None, "no lane"

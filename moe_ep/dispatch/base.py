@@ -24,6 +24,7 @@ from ..streams import CommStream, InFlight, LanePool, comm_stream
 from ..tracing import stage_range
 from .capabilities import Capabilities, check_input, group_serves
 from .ticket import Stage, Ticket
+from .twin import open_twin
 
 T = TypeVar("T")
 
@@ -42,6 +43,7 @@ class Dispatcher(ABC):
     name: ClassVar[str]
     capabilities: ClassVar[Capabilities]
     num_lane_ints: int = 0
+    early_apart: ClassVar[bool] = False  # what the host reads early travels in a process group of its own
 
     def __init__(self, config: DispatchConfig, group: dist.ProcessGroup | None) -> None:
         self.config = config
@@ -51,6 +53,7 @@ class Dispatcher(ABC):
         self.num_local = config.num_experts // self.num_ranks
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.lanes = LanePool(self.num_lane_ints)
+        self._early_group = open_twin(group, "counts") if self.early_apart else group
         self._faults: FaultRecord | None = None
         self._device: torch.device | None = None  # of the last micro-batch
         self.closed = False
@@ -227,6 +230,10 @@ class Dispatcher(ABC):
     def comm(self, device: torch.device) -> CommStream:
         """The comm stream of (device, group)."""
         return comm_stream(device, self.group)
+
+    def early(self, device: torch.device) -> CommStream:
+        """The stream for what the host reads early; its `group` is where to issue it."""
+        return comm_stream(device, self._early_group, early=self.early_apart)
 
     def read_ints(self, ticket: Ticket, early: InFlight) -> list[int]:
         """Host values of an early exchange that wrote into the ticket's lane (its one host sync on CUDA)."""

@@ -16,9 +16,11 @@ import torch.distributed as dist
 
 from ..config import DispatchConfig, nearest
 from ..errors import MoEError, RecipeError, Unavailable
+from ..streams import forget_streams
 from .agreement import agree, check_group
 from .base import Dispatcher
 from .capabilities import capability_reasons
+from .twin import close_twins
 
 ENTRY_POINTS = "moe_ep.dispatchers"
 _BUILT_IN = {"local": ".local", "all2all": ".all2all", "agrs": ".agrs"}
@@ -151,3 +153,6 @@ def close_dispatchers(group: dist.ProcessGroup | None = None) -> None:
     """Close and forget the dispatchers of a group (None: those without one). Call it before the group is destroyed."""
     for key in [key for key in _built if key[1] is group]:
         _built.pop(key).close()
+    for twin in close_twins(group):
+        if twin is not group:
+            forget_streams(twin)

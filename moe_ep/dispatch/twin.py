@@ -1,0 +1,101 @@
+"""A second process group of the same ranks, so that what the host waits for does not stand behind rows on their way.
+
+torch makes groups by `new_group`, which all ranks of the job have to call. With `use_local_synchronization` the members
+do, but then the name comes from the ranks and from how many groups this rank knows, which need not be as many on all of
+them, and with a bound device the communicator is split off the job's, again by all ranks. A layer is built by one
+expert-parallel group alone. So a twin is made here from the back ends' own classes, in a corner of the group's store
+that rank 0 names. torch knows nothing of it, and whoever opened it closes it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import uuid
+from typing import Any
+
+import torch.distributed as dist
+
+from ..errors import lost_peer
+
+_PrefixStore: Any = dist.PrefixStore  # type: ignore[attr-defined]
+_twins: dict[tuple[dist.ProcessGroup, str], dist.ProcessGroup] = {}
+
+
+def open_twin(group: dist.ProcessGroup | None, purpose: str) -> dist.ProcessGroup | None:
+    """The twin of `group` for a purpose, made at the first call; collective over `group`.
+
+    Args:
+        group: None, or a group of one rank: there is nobody to talk to, and the group itself is returned.
+        purpose: a name for it; each purpose has a twin of its own.
+
+    Returns:
+        a group of the same ranks, devices and timeout; `group` itself where one of its back ends is neither gloo nor
+        NCCL and cannot be made again here.
+
+    Raises:
+        PeerError: another rank did not come within the group's timeout.
+    """
+    if group is None or group.size() == 1:
+        return group
+    if (group, purpose) not in _twins:
+        if not _twins:
+            atexit.register(_close_all)
+        _twins[group, purpose] = _make(group, purpose)
+    return _twins[group, purpose]
+
+
+def close_twins(group: dist.ProcessGroup | None) -> list[dist.ProcessGroup]:
+    """Shut the twins of a group down; they must be idle. Local. Returns them."""
+    keys = [key for key in _twins if key[0] is group]
+    closed = [_twins.pop(key) for key in keys]
+    for twin in closed:
+        if twin is not group:
+            twin.shutdown()
+    return closed
+
+
+def _close_all() -> None:
+    for group in {group for group, _ in _twins}:
+        close_twins(group)
+
+
+def _make(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
+    names: list[str | None] = [None] * group.size()
+    try:
+        dist.all_gather_object(names, uuid.uuid4().hex, group=group)
+    except RuntimeError as err:
+        raise lost_peer(f"making of a process group for {purpose}", err) from err
+    store = _PrefixStore(f"moe_ep/{names[0]}/", group.get_group_store())
+    twin = dist.ProcessGroup(store, group.rank(), group.size())
+    made: dict[str, tuple[Any, Any] | None] = {}
+    for device in group._device_types:
+        backend = group._get_backend(device)
+        backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
+        kind = backend.name()
+        if kind not in made:
+            made[kind] = _like(backend, _PrefixStore(f"{kind}/", store), group)
+        one = made[kind]
+        if one is None:
+            return group
+        twin._set_default_backend(one[0])
+        twin._register_backend(device, *one)
+    twin._set_group_name(f"moe_ep_{purpose}_{names[0]}")  # type: ignore[arg-type]
+    twin._set_group_desc(f"moe_ep {purpose}")
+    return twin
+
+
+def _like(backend: Any, store: Any, group: dist.ProcessGroup) -> tuple[Any, Any] | None:
+    """Type and object of a back end of the same kind with the same timeout; None: not of a kind that is known here."""
+    types = dist.ProcessGroup.BackendType
+    rank, size, timeout = group.rank(), group.size(), backend.options._timeout
+    if isinstance(backend, dist.ProcessGroupGloo):
+        return types.GLOO, dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+    if dist.is_nccl_available() and isinstance(backend, dist.ProcessGroupNCCL):
+        options = dist.ProcessGroupNCCL.Options()
+        options.is_high_priority_stream = True
+        options._timeout = timeout
+        options.global_ranks_in_group = dist.get_process_group_ranks(group)
+        made = dist.ProcessGroupNCCL(store, rank, size, options)
+        made._set_sequence_number_for_group()
+        return types.NCCL, made
+    return None
