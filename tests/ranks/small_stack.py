@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe_ep import DominoLayer, DominoStack, MoEAux, MoEConfig, MoELayer
+from moe_ep.dispatch import transfer
 from moe_ep.dispatch.transfer import Flight
 
 H = 16
@@ -140,24 +141,35 @@ class SlowWork:
 
 
 @contextlib.contextmanager
-def slow_collectives(delay_s: float) -> Iterator[list[SlowWork]]:
-    """Every all-to-all first waits `delay_s` on a thread of its own, one after the other: a slow comm stream."""
-    real, works = dist.all_to_all_single, list[SlowWork]()
-    thread = ThreadPoolExecutor(1)
+def slow_collectives(delay_s: float, counts_delay_s: float | None = None) -> Iterator[list[SlowWork]]:
+    """Every all-to-all and all-gather first waits on its group's thread, one after the other: slow comm streams.
 
-    def exchange(*args: Any, **options: Any) -> None:
-        time.sleep(delay_s)
-        with torch.no_grad():
-            real(*args, **options)
+    `delay_s` seconds; in a group made for counts `counts_delay_s`, unless that is None.
+    """
+    works, threads = list[SlowWork](), dict[Any, ThreadPoolExecutor]()
 
-    def start(*args: Any, async_op: bool, **options: Any) -> SlowWork:
-        assert async_op
-        works.append(SlowWork(thread.submit(exchange, *args, **options)))
-        return works[-1]
+    def slow(real: Any) -> Any:
+        def exchange(*args: Any, group: dist.ProcessGroup) -> None:
+            counts = counts_delay_s is not None and "counts" in group.group_name
+            time.sleep(counts_delay_s if counts else delay_s)  # type: ignore[arg-type]
+            with torch.no_grad():
+                real(*args, group=group)
 
-    with mock.patch.object(dist, "all_to_all_single", start):
+        def start(*args: Any, group: dist.ProcessGroup, async_op: bool) -> SlowWork:
+            assert async_op
+            thread = threads.setdefault(group, ThreadPoolExecutor(1))
+            works.append(SlowWork(thread.submit(exchange, *args, group=group)))
+            return works[-1]
+
+        return start
+
+    with (
+        mock.patch.object(dist, "all_to_all_single", slow(dist.all_to_all_single)),
+        mock.patch.object(transfer, "_all_gather_single", slow(transfer._all_gather_single)),
+    ):
         yield works
-    thread.shutdown()
+    for thread in threads.values():
+        thread.shutdown()
 
 
 @contextlib.contextmanager

@@ -86,6 +86,24 @@ def test_a_layer_returns_before_its_last_combine_is_over(pool: RankPool) -> None
     assert pool.run(body_unfinished) == [[False, True]] * 2
 
 
+def body_counts(group: dist.ProcessGroup, rank: int, dispatcher: str) -> tuple[bool, bool]:
+    """Whether micro-batch 0's rows had arrived when micro-batch 1's were launched, and at the end."""
+    (layer,) = moe_layers(small_stack(group, {"dispatcher": dispatcher}, dense=(False,)))
+    with slow_collectives(0.5, 0.01) as works:
+        first = layer.launch_dispatch(inputs(rank, 2)[0])
+        rows = works[1]
+        second = layer.launch_dispatch(inputs(rank, 2)[1], micro_batch=1)
+        early = rows.future.done()
+        for flight in (first, second):
+            layer.compute(flight)
+        return early, rows.future.done()
+
+
+@pytest.mark.parametrize("dispatcher", ["all2all", "agrs"])
+def test_counts_do_not_stand_in_line_behind_rows(pool: RankPool, dispatcher: str) -> None:
+    assert pool.run(body_counts, dispatcher) == [(False, True)] * 2
+
+
 def run_step(model: DominoStack, xs: list[torch.Tensor]) -> list[torch.Tensor]:
     ys, auxes = model(xs)
     torch.stack([loss_of(y, said) for y, said in zip(ys, auxes, strict=True)]).sum().backward()
