@@ -22,7 +22,19 @@ FOLDERS = {
 NOT_OURS = {"build", "dist", "runs", "__pycache__"}  # made by commands, ignored by git
 PLOT_OR_CLI = {"matplotlib", "seaborn", "plotly", "click", "typer", "tyro", "fire", "rich", "tqdm", "docopt"}
 DISPATCHERS = {f"moe_ep.dispatch.{name}" for name in ("local", "all2all", "agrs", "deepep", "nccl_ep", "direct")}
-PURE = {f"moe_ep.{name}" for name in ("replica.plan", "routing", "router", "load", "experts")}
+PURE = {
+    f"moe_ep.{name}"
+    for name in (
+        "replica.plan",
+        "replica.planners",
+        "replica.greedy",
+        "replica.reroute",
+        "routing",
+        "router",
+        "load",
+        "experts",
+    )
+}
 HARMLESS = set(sys.stdlib_module_names) - {"subprocess", "multiprocessing", "threading", "socket", "os", "asyncio"}
 STREAM_NAMES = {
     *(f"torch.cuda.{name}" for name in ("Stream", "Event", "ExternalStream", "StreamContext", "stream", "set_stream")),
