@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,25 +52,46 @@ class Figure:
 
 
 class Case(ABC):
-    """One candidate; all ranks call its methods alike."""
+    """One candidate; all ranks call its methods alike.
 
+    Attributes:
+        name: of the dispatcher.
+        pass_: as in a row.
+        figures: one for each row.
+    """
+
+    name: str
+    pass_: str
     figures: list[Figure]
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self.mismatches: list[str] = []
 
+    @property
+    def label(self) -> str:
+        """Of a trace's file: dispatcher, pass and what else tells the candidates of a table apart."""
+        return f"{self.name}-{self.pass_}"
+
+    def row_values(self) -> dict[str, Any]:
+        """Fields of its rows that only it knows."""
+        return {}
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Poison and drop what the last iteration left. `run` does it first; before it nothing is left to drop."""
+
     @abstractmethod
     def run(self, iteration: int, watch: Stopwatch) -> None:
-        """One iteration with its marks; poisons what the last one left before, counts rows after."""
+        """One iteration with its marks; counts rows after."""
 
     @abstractmethod
     def check(self, iteration: int) -> Check:
         """Compare the results of the last `run`, which was this iteration, with the reference. Collective."""
 
-    def expect_rows(self, iteration: int, inp: ExpertInput) -> None:
+    def expect_rows(self, iteration: int, tokens_per_expert: Tensor, want: Tensor | None = None) -> None:
         """Note it if an expert of this rank got other rows than the routing says (read behind the marks)."""
-        got, want = inp.tokens_per_expert.long().cpu(), self.setting.counts[iteration]
+        got, want = tokens_per_expert.long().cpu(), self.setting.counts[iteration] if want is None else want
         if not torch.equal(got, want):
             self.mismatches.append(
                 f"iteration {iteration}: the experts of rank {self.setting.place.rank} got {int(got.sum())} rows, the "
@@ -95,6 +117,7 @@ class StageCase(Case):
 
     def __init__(self, name: str, pass_: str, setting: Setting) -> None:
         super().__init__(setting)
+        self.name, self.pass_ = name, pass_
         shape = setting.shape
         config = DispatchConfig(
             name=name, num_experts=shape.E, top_k=shape.K, hidden_size=shape.H, dtype=dtype_name(setting.dtype),
@@ -107,17 +130,21 @@ class StageCase(Case):
         self._y: Tensor | None = None
         self._grads: tuple[Tensor, Tensor] | None = None
 
-    def run(self, iteration: int, watch: Stopwatch) -> None:
-        """Marks dispatch_unique, dispatch_expanded, combine, and combine_bwd, dispatch_bwd."""
+    def clear(self) -> None:
+        """See Case."""
         self.poison(*self._left, self._y, *(self._grads or ()))
         self._left, self._y, self._grads = (), None, None
+
+    def run(self, iteration: int, watch: Stopwatch) -> None:
+        """Marks dispatch_unique, dispatch_expanded, combine, and combine_bwd, dispatch_bwd."""
+        self.clear()
         drawn = self.setting.routings[iteration]
         x_TH = self.setting.x.detach().requires_grad_(self.backward)
         weights_TK = drawn.weights.detach().requires_grad_(self.backward)
         routing = Routing(expert_ids=drawn.expert_ids, weights=weights_TK, num_experts=drawn.num_experts)
         with torch.set_grad_enabled(self.backward):
             inp, rows_NH, ticket = self._dispatch(x_TH, routing, watch)
-            self.expect_rows(iteration, inp)
+            self.expect_rows(iteration, inp.tokens_per_expert)
             first_expert = self.setting.place.rank * self.setting.num_local
             factors_N = constant_factors(inp, first_expert, self.setting.shape.E)
             scale_N = (factors_N * inp.row_weights.detach()).unsqueeze(-1)

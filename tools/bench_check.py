@@ -18,7 +18,7 @@ from moe_ep.permute import ExpertInput
 
 from .bench_setting import Place, Setting, gather, sum_ranks
 
-_STAGE_SAMPLES, _LAYER_SAMPLES = 256, 8
+STAGE_SAMPLES, LAYER_SAMPLES = 256, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +32,11 @@ class Check:
 def sample_tokens(num_tokens: int, most: int, device: torch.device) -> Tensor:
     """Evenly spaced tokens, the first and the last among them: int64 [min(T, most)]."""
     return torch.linspace(0, num_tokens - 1, min(num_tokens, most)).round().long().to(device)
+
+
+def merge_checks(checks: list[Check]) -> Check:
+    """Of one candidate."""
+    return Check(wrong=sum(check.wrong for check in checks), err=max(check.err for check in checks))
 
 
 def compare(pairs: list[tuple[Tensor, Tensor]], tolerance: float) -> Check:
@@ -62,7 +67,7 @@ def stage_tolerance(dtype: torch.dtype, top_k: int) -> float:
 def check_stages(setting: Setting, iteration: int, y: Tensor, grads: tuple[Tensor, Tensor] | None) -> Check:
     """Hold y = sum_k w (id+1)/E x, dx = sum_k (id+1)/E dy and dw = (id+1)/E against the constant experts."""
     shape, routing = setting.shape, setting.routings[iteration]
-    tokens = sample_tokens(shape.T, _STAGE_SAMPLES, y.device)
+    tokens = sample_tokens(shape.T, STAGE_SAMPLES, y.device)
     factors_nK = (routing.expert_ids[tokens] + 1).double() / shape.E
     scale_n = (routing.weights[tokens].double() * factors_nK).sum(1, keepdim=True)
     pairs = [(y[tokens], setting.x[tokens].double() * scale_n)]
@@ -83,33 +88,52 @@ def layer_tolerance(setting: Setting) -> float:
     return 16 * torch.finfo(setting.dtype).eps / 2 + 8 * longest**0.5 * torch.finfo(torch.float32).eps / 2
 
 
-def check_layer(
-    layer: MoELayer, router: torch.nn.Module, setting: Setting, iteration: int, y: Tensor, dx: Tensor | None
-) -> Check:
-    """Hold y, and dx where there is one, of sampled tokens against float64 SwiGLU experts. Collective.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSample:
+    """What went through a MoE layer at some tokens: x, the gradient that arrived at y, ids; y and the gradient of x.
+
+    `dx` None: there was no backward. `y_error` [n]: how far rounding alone may move y (in norm).
+    """
+
+    x: Tensor
+    dy: Tensor
+    ids: Tensor
+    y: Tensor
+    dx: Tensor | None
+    y_error: Tensor | None = None
+
+
+def check_layer(layer: MoELayer, router: torch.nn.Module, setting: Setting, sample: LayerSample) -> Check:
+    """Hold y, and dx where there is one, against float64 SwiGLU experts. Collective, with as many tokens everywhere.
 
     Args:
         layer: whose experts' weights are used; its shared experts are not.
         router: the real router: x [n, H] to (Routing with weights [n, K], anything).
-        setting: inputs and ids.
-        iteration: which routing.
-        y: [T, H].
-        dx: [T, H] for the gradient setting.dy.
+        setting: ranks and sizes.
+        sample: [n, ...] of each.
     """
-    tokens = sample_tokens(setting.shape.T, _LAYER_SAMPLES, y.device)
-    ids_nK = setting.routings[iteration].expert_ids[tokens]
     with torch.enable_grad():
-        x_nH = setting.x[tokens].detach().requires_grad_()
+        x_nH = sample.x.detach().requires_grad_()
         weights_nK = router(x_nH)[0].weights
-    dy_nH = setting.dy[tokens].double()
-    f_nKH, dx_nH = _dense(layer, setting.place, x_nH.detach().double(), ids_nK, weights_nK.detach().double(), dy_nH)
+    dy_nH = sample.dy.double()
+    f_nKH, dx_nH = _dense(layer, setting.place, x_nH.detach().double(), sample.ids, weights_nK.detach().double(), dy_nH)
     y_nH = (weights_nK.detach().double().unsqueeze(-1) * f_nKH).sum(1)
-    pairs = [(y[tokens], y_nH)]
-    if dx is not None:
+    tolerance = layer_tolerance(setting)
+    found = [compare([(_nearer(sample.y.double(), y_nH, sample.y_error), y_nH)], tolerance)]
+    if sample.dx is not None:
         dweights_nK = torch.einsum("nh,nkh->nk", dy_nH, f_nKH)
         (through_router,) = torch.autograd.grad(weights_nK, x_nH, dweights_nK.float())
-        pairs.append((dx[tokens], dx_nH + through_router.double()))
-    return compare(pairs, layer_tolerance(setting))
+        found.append(compare([(sample.dx, dx_nH + through_router.double())], tolerance))
+    return merge_checks(found)
+
+
+def _nearer(got_nH: Tensor, want_nH: Tensor, by_n: Tensor | None) -> Tensor:
+    """`got`, moved towards `want` by a norm of at most `by`: what remains of the error is none of rounding's."""
+    if by_n is None:
+        return got_nH
+    off_nH = got_nH - want_nH
+    norm_n = off_nH.norm(dim=1)
+    return want_nH + off_nH * ((norm_n - by_n).clamp_min(0) / norm_n.clamp_min(1e-300)).unsqueeze(1)
 
 
 def _dense(

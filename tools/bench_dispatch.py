@@ -20,20 +20,21 @@ import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this folder is no installed package
 
-from moe_ep.config import DTYPES
+from moe_ep.config import DTYPES, require
 from moe_ep.dispatch import close_dispatchers
 from moe_ep.errors import MoEError, RecipeError
 from moe_ep.peers import is_lost_peer
 from recipes.lost_peer import absent
 from recipes.ranks import ALONE, Launch
 from recipes.report import report, say_agreed, say_once
-from tools.bench_options import BASELINE, parse_options
+from tools.bench_options import BASELINE, LEVELS, parse_options
 from tools.bench_run import WrongWork, run
 from tools.bench_setting import Place
 from tools.bench_table import print_table
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     launch = ALONE
     try:
         launch = Launch.from_env()
-        place = join(launch)
+        place = join(launch, chosen.nccl_ctas)
     except MoEError as err:
         return report(err, launch)
     try:
@@ -93,10 +94,11 @@ def _measure(chosen: argparse.Namespace, arguments: Sequence[str], place: Place)
     return int("failed" in bad or (chosen.strict and bool(bad)))
 
 
-def join(launch: Launch) -> Place:
+def join(launch: Launch, nccl_ctas: int | None = None) -> Place:
     """The group that torchrun announces in the environment, or one rank without any.
 
     Raises:
+        RecipeError: a number of thread blocks where NCCL is not used, or that it cannot have.
         PeerError: not all ranks came in time.
         Unavailable: the launcher's port is taken.
     """
@@ -104,14 +106,30 @@ def join(launch: Launch) -> Place:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
+    if nccl_ctas is not None:
+        require(cuda and "RANK" in os.environ, f"--nccl-ctas {nccl_ctas} limits NCCL, and this run has no use for NCCL")
+        require(1 <= nccl_ctas <= 64, f"--nccl-ctas must lie between 1 and 64, got {nccl_ctas}")
     if "RANK" not in os.environ:
         return Place(device=device, group=None, rank=0, num_ranks=1)
     timeout = timedelta(seconds=TIMEOUT_S)
     try:
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None)
+        dist.init_process_group(
+            "nccl" if cuda else "gloo",
+            timeout=timeout,
+            device_id=device if cuda else None,
+            pg_options=_nccl_options(nccl_ctas),
+        )
     except (dist.DistStoreError, dist.DistNetworkError) as err:
         raise absent(err, launch, TIMEOUT_S, "the benchmark's limit") from err
     return Place(device=device, group=dist.group.WORLD, rank=dist.get_rank(), num_ranks=dist.get_world_size())
+
+
+def _nccl_options(ctas: int | None) -> Any:
+    if ctas is None:
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.min_ctas = options.config.max_ctas = ctas
+    return options
 
 
 def leave(place: Place) -> None:
@@ -129,10 +147,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--dispatchers", default=BASELINE, help=f"names; {BASELINE} is always measured too")
     add("--shape", nargs="+", default=["dsv3"], help=f"T,H,I,E,K or one of {', '.join(PRESETS)}; several in a row")
     add("--skew", default="1", help="rank max/mean, 1 (even) to the number of ranks")
-    add("--level", default="stage", help="stage, layer")
+    add("--level", default="stage", help=", ".join(LEVELS))
     add("--pass", dest="passes", default="fwd", help="fwd, fwd+bwd")
     add("--experts", default="torch", help="experts of the layer")
-    add("--micro-batches", default="1", help="1")
+    add("--micro-batches", default="1", help="M of stacks and steps, T tokens each: M of them interleaved, and in turn")
+    add("--attention", default="none", help="of stacks and steps: none, gqa or gqa:HEADS,KV_HEADS,HEAD_DIM,LENGTH")
+    add("--layers", type=int, default=4, help="of stacks and steps")
+    add("--reserve-sms", default="auto", help="SMs that experts leave to communication beside them, where M > 1")
+    add("--nccl-ctas", type=int, help="thread blocks of a collective of NCCL, which decides itself otherwise")
+    add("--trace", metavar="DIR", help="keep a trace of one iteration of each candidate, one file a rank")
     add("--replica-slots", default="0", help="0")
     add("--dtype", help=f"{', '.join(DTYPES)}; default bfloat16 on GPUs, float32 on CPU")
     add("--iterations", type=int, default=20, help="timed ones, each with a new routing")

@@ -11,11 +11,10 @@ from moe_ep.config import MoEConfig
 from moe_ep.dispatch import build_dispatcher
 from moe_ep.layer import MoELayer
 from moe_ep.losses import RouterAux
-from moe_ep.permute import ExpertInput
 from moe_ep.routing import Routing
 
 from .bench_case import BOTH, Case, Figure, need_grad
-from .bench_check import Check, check_layer
+from .bench_check import LAYER_SAMPLES, Check, LayerSample, check_layer, sample_tokens
 from .bench_setting import Setting
 from .rows import dtype_name
 from .timing import Stopwatch
@@ -25,18 +24,21 @@ class ScriptedRouter(nn.Module):
     """The real router, with all that it computes, whose choice is then replaced by the benchmark's ids.
 
     The weights stay those of its own choice: they sum to 1, and their gradient flows as ever.
+
+    Attributes:
+        script: ids [T, K] of the micro-batches to come, taken off one after the other.
     """
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
-        self.ids_TK: Tensor | None = None
+        self.script: list[Tensor] = []
 
     def forward(self, x_TH: Tensor, **options: Any) -> tuple[Routing, RouterAux]:
         """As the router's own."""
         routing, aux = self.inner(x_TH, **options)
-        assert self.ids_TK is not None, "no ids to route by"
-        return Routing(expert_ids=self.ids_TK, weights=routing.weights, num_experts=routing.num_experts), aux
+        assert self.script, "no ids to route by"
+        return Routing(expert_ids=self.script.pop(0), weights=routing.weights, num_experts=routing.num_experts), aux
 
 
 class BenchLayer:
@@ -44,6 +46,7 @@ class BenchLayer:
 
     def __init__(self, name: str, experts: str, setting: Setting) -> None:
         shape, place = setting.shape, setting.place
+        self.name = name
         config = MoEConfig(
             hidden_size=shape.H, expert_intermediate_size=shape.I, num_experts=shape.E, top_k=shape.K,
             dtype=dtype_name(setting.dtype), max_tokens=shape.T, dispatcher=name, experts=experts, aux_loss="none",
@@ -58,8 +61,8 @@ class BenchLayer:
                 parameter.normal_(0, config.init_std, generator=generator)
         self.router = ScriptedRouter(self.module.router)
         self.module.router = self.router  # type: ignore[assignment]
-        self.inputs: list[ExpertInput] = []
-        self.module.experts.register_forward_pre_hook(lambda _, args: self.inputs.append(args[0]))
+        self.counts: list[Tensor] = []
+        self.module.experts.register_forward_pre_hook(lambda _, args: self.counts.append(args[0].tokens_per_expert))
 
 
 class LayerCase(Case):
@@ -67,18 +70,22 @@ class LayerCase(Case):
 
     def __init__(self, layer: BenchLayer, pass_: str, setting: Setting) -> None:
         super().__init__(setting)
-        self.layer = layer
+        self.layer, self.name, self.pass_ = layer, layer.name, pass_
         self.backward = pass_ == BOTH
         self.figures = [Figure(stage=None, pass_=pass_, form=None, marks=("layer",), dispatches=1, combines=1)]
         self._y: Tensor | None = None
         self._dx: Tensor | None = None
 
-    def run(self, iteration: int, watch: Stopwatch) -> None:
-        """Mark "layer"."""
+    def clear(self) -> None:
+        """See Case; gradients of parameters too."""
         self.poison(self._y, self._dx)
         self._y, self._dx = None, None
         self.layer.module.zero_grad(set_to_none=True)
-        self.layer.router.ids_TK = self.setting.routings[iteration].expert_ids
+
+    def run(self, iteration: int, watch: Stopwatch) -> None:
+        """Mark "layer"."""
+        self.clear()
+        self.layer.router.script = [self.setting.routings[iteration].expert_ids]
         x = self.setting.x.detach().requires_grad_(self.backward)
         with torch.set_grad_enabled(self.backward):
             watch.begin()
@@ -91,12 +98,19 @@ class LayerCase(Case):
             for name, parameter in self.layer.module.named_parameters():
                 need_grad(parameter, "the layer", name)
         self._y = y.detach()
-        (inp,) = self.layer.inputs
-        self.layer.inputs.clear()
-        self.expect_rows(iteration, inp)
+        (tokens_per_expert,) = self.layer.counts
+        self.layer.counts.clear()
+        self.expect_rows(iteration, tokens_per_expert)
 
     def check(self, iteration: int) -> Check:
         """See check_layer. Of the parameters' gradients only their presence is looked at, by `run`."""
         assert self._y is not None, "check before run"
-        router = self.layer.router.inner
-        return check_layer(self.layer.module, router, self.setting, iteration, self._y, self._dx)
+        setting, tokens = self.setting, sample_tokens(self.setting.shape.T, LAYER_SAMPLES, self._y.device)
+        sample = LayerSample(
+            x=setting.x[tokens],
+            dy=setting.dy[tokens],
+            ids=setting.routings[iteration].expert_ids[tokens],
+            y=self._y[tokens],
+            dx=None if self._dx is None else self._dx[tokens],
+        )
+        return check_layer(self.layer.module, self.layer.router.inner, setting, sample)

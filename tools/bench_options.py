@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -14,12 +15,13 @@ from moe_ep.config import DTYPES, nearest, require
 from moe_ep.errors import RecipeError
 
 from .bench_case import BOTH, FWD
+from .bench_stack import parse_attention
 from .floors import Rates
 from .shapes import Shape, parse_shape
 
 BASELINE = "all2all"
-LEVELS, PASSES = ("stage", "layer"), (FWD, BOTH)
-NOT_YET = {"stack": "a stack of layers", "step": "a training step"}
+STACKED = ("stack", "step")
+LEVELS, PASSES = ("stage", "layer", *STACKED), (FWD, BOTH)
 T = TypeVar("T")
 
 
@@ -29,8 +31,13 @@ class Options:
 
     Attributes:
         dispatchers: names; the baseline is put first where it is not among them.
-        shapes, skews, levels, passes, micro_batches, replica_slots: every combination is measured.
+        shapes, skews, levels, passes, micro_batches, replica_slots: every combination is measured; stages and single
+            layers with one micro-batch.
         experts: of layers.
+        attention: of stacks, as `parse_attention` reads it for each shape.
+        layers: of stacks.
+        reserve_sms: SMs that experts of several micro-batches leave free; None: as many as the dispatcher declares.
+        trace: folder for a trace of each candidate; None: none is kept.
         dtype: of rows and weights.
         iterations, warmup: timed and untimed ones.
         seed: of routings and inputs.
@@ -45,6 +52,10 @@ class Options:
     micro_batches: tuple[int, ...] = (1,)
     replica_slots: tuple[int, ...] = (0,)
     experts: str = "torch"
+    attention: str = "none"
+    layers: int = 4
+    reserve_sms: tuple[int | None, ...] = (None,)
+    trace: Path | None = None
     dtype: torch.dtype = torch.float32
     iterations: int = 20
     warmup: int = 5
@@ -58,17 +69,33 @@ class Options:
             RecipeError: one sentence with the value and what would be valid.
         """
         for level in self.levels:
-            known = ", ".join(LEVELS)
-            require(level not in NOT_YET, f"level {level!r} is not measured here: {NOT_YET.get(level)}; take {known}")
             require(level in LEVELS, f"level {level!r} is unknown; {nearest(level, LEVELS)}")
         for pass_ in self.passes:
             require(pass_ in PASSES, f"pass {pass_!r} is unknown; {nearest(pass_, PASSES)}")
-        for count in self.micro_batches:
-            require(count == 1, f"micro-batches = {count} is not measured here: no level interleaves them; take 1")
+        self._check_stacks()
         for slots in self.replica_slots:
             require(slots == 0, f"replica-slots = {slots} is not measured here: no level copies experts; take 0")
         require(self.iterations >= 1, f"iterations must be at least 1, got {self.iterations}")
         require(self.warmup >= 1, f"warmup must be at least 1 (the first call builds things), got {self.warmup}")
+
+    def _check_stacks(self) -> None:
+        for count in self.micro_batches:
+            require(count >= 1, f"micro-batches must be at least 1, got {count}")
+        several, stacked = max(self.micro_batches) > 1, bool(set(self.levels) & set(STACKED))
+        which = " or ".join(STACKED)
+        require(
+            not several or stacked, f"micro-batches = {max(self.micro_batches)} needs level {which}: no other splits"
+        )
+        require(1 <= self.layers <= 1024, f"layers must lie between 1 and 1024, got {self.layers}")
+        for reserve in self.reserve_sms:
+            require(reserve is None or reserve >= 0, f"reserve-sms must be auto or at least 0, got {reserve}")
+        asked = [reserve for reserve in self.reserve_sms if reserve]
+        require(
+            not asked or (several and stacked),
+            f"reserve-sms = {asked[:1]} acts where micro-batches interleave: needs level {which} and micro-batches > 1",
+        )
+        for shape in self.shapes if stacked else ():
+            parse_attention(self.attention, shape)
 
     @property
     def candidates(self) -> tuple[str, ...]:
@@ -94,6 +121,10 @@ def parse_options(chosen: argparse.Namespace, device: torch.device) -> Options:
         micro_batches=split(chosen.micro_batches, int, "--micro-batches"),
         replica_slots=split(chosen.replica_slots, int, "--replica-slots"),
         experts=chosen.experts,
+        attention=chosen.attention,
+        layers=chosen.layers,
+        reserve_sms=split(chosen.reserve_sms, lambda text: None if text == "auto" else int(text), "--reserve-sms"),
+        trace=Path(chosen.trace) if chosen.trace else None,
         dtype=getattr(torch, dtype),
         iterations=chosen.iterations,
         warmup=chosen.warmup,

@@ -22,13 +22,17 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this folder is no installed package
 
 from moe_ep.bounds import NOT_NEGATIVE
+from tools.domino_table import domino_lines
 from tools.rows import Row, read_rows
 
 BASELINE = "all2all"
 MACHINE = ("gpu", "gpus", "link")  # what makes it another machine
 ENVIRONMENT = ("driver", "torch", "cuda", "nccl_loaded", "python")  # what may differ: ratios are taken within a run
 # rows that agree in these measured the same thing; a candidate is one of the second group
-TASK = ("level", "stage", "pass", "form", "shape", "R", "skew", "M", "S", "dtype")
+TASK = (
+    *("level", "stage", "pass", "form", "shape", "R", "skew", "M", "S", "variant", "attention", "layers"),
+    *("reserve_sms", "dtype"),
+)
 CANDIDATE = ("dispatcher", "api", "experts")
 Key = tuple[Any, ...]
 
@@ -60,6 +64,11 @@ class Line:
     candidate: Key
     us: float
     baseline_us: float | None
+
+    @property
+    def stacked(self) -> bool:
+        """Whether it is one of the variants of a stack, which have a table of their own."""
+        return self.task[TASK.index("variant")] is not None
 
     @property
     def ratio(self) -> float | None:
@@ -105,7 +114,8 @@ def describe(task: Key) -> str:
     """A task in one line."""
     row = dict(zip(TASK, task, strict=True))
     shape = ",".join(str(size) for _, size in row["shape"])
-    words = [row["level"], row["stage"], row["pass"], row["form"]]
+    words = [row["level"], row["stage"], row["pass"], row["form"], row["variant"]]
+    words += [f"{name}={row[name]}" for name in ("attention", "layers", "reserve_sms") if row[name] is not None]
     numbers = f"T,H,I,E,K={shape} R={row['R']} skew={row['skew']} M={row['M']} S={row['S']} {row['dtype']}"
     return " ".join([*(word for word in words if word), numbers])
 
@@ -159,9 +169,12 @@ def report(runs: Sequence[Run]) -> list[str]:
         facts = ", ".join(f"{name} {run.header[name]}" for name in (*MACHINE, *ENVIRONMENT, "commit", "dirty"))
         text.append(f"{run.path.name}: {facts}")
     everything = [line for run in runs for line in lines_of(run)]
-    for task in dict.fromkeys(line.task for line in everything):
+    for task in dict.fromkeys(line.task for line in everything if not line.stacked):
         text.append(describe(task))
         text += [f"    {line.text()}  [{line.run.path.name}]" for line in everything if line.task == task]
+    for run in runs:
+        table = domino_lines(run.rows.values())
+        text += [f"stacks of {run.path.name}", *table] if table else []
     for run in runs:
         text += [
             f"{describe(_key(row, TASK))}: {row['dispatcher']} {row['status']}: {row['reason']}  [{run.path.name}]"

@@ -33,7 +33,7 @@ class Setting:
         place: device and ranks.
         dtype: of rows and of the experts' weights.
         workload: where the routings come from.
-        routings: this rank's, one per iteration, on the device.
+        routings: this rank's, one per iteration (a stack of layers counts micro-batches), on the device.
         x, dy: [T, H], input and the gradient that arrives at the output.
         counts: int64 [iterations, L] on the CPU, rows that each expert of this rank must get.
         traffic: of each iteration, of each rank.

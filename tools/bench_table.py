@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .domino_table import domino_lines
 from .rows import Row
 
 CPU_NOTE = "CPU/gloo: these times show that everything runs and is right; they are not performance."
@@ -17,13 +18,17 @@ def print_table(header: Row, rows: Sequence[Row], on_cpu: bool) -> None:
     """Machine, rows with times, then the rows without and why."""
     gpu = "no GPU" if header["gpu"] is None else f"{header['gpus']} x {header['gpu']}"
     print(f"\n{gpu}, torch {header['torch']}, commit {header['commit']}, dirty {header['dirty']}")
-    lines = [COLUMNS, *(_cells(row) for row in rows if row["status"] == "ok")]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
+    plain = [_cells(row) for row in rows if row["status"] == "ok" and row["variant"] is None]
+    lines = [COLUMNS, *plain] if plain else []
+    widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))] if lines else []
     for line in lines:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    for text in domino_lines(rows):
+        print(text)
     for row in rows:
         if row["status"] != "ok":
-            print(f"{row['level']} {row['pass']} {row['dispatcher']}: {row['status']}: {row['reason']}")
+            which = "" if row["variant"] is None else f" M={row['M']} {row['variant']}"
+            print(f"{row['level']} {row['pass']} {row['dispatcher']}{which}: {row['status']}: {row['reason']}")
     if on_cpu:
         print(CPU_NOTE)
 

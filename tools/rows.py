@@ -24,15 +24,17 @@ MACHINE_FIELDS = (
 )
 ROW_FIELDS = (
     *("kind", "level", "stage", "pass", "dispatcher", "api", "experts", "shape", "R", "skew", "skew_realised"),
-    *("M", "S", "dtype", "form", "us_p10", "us_p50", "us_p90", "floor_us", "ratio"),
+    *("M", "S", "variant", "attention", "layers", "reserve_sms", "dtype", "form"),
+    *("us_p10", "us_p50", "us_p90", "floor_us", "ratio"),
     *("route_bytes", "dedup_bytes", "algbw", "busbw", "wrong", "err", "peak_mib", "host_syncs", "sms"),
-    *("hidden_share", "hidden_share_steps", "status", "reason"),
+    *("comm_us", "exposed_us", "hidden_share", "hidden_share_steps", "gemm_us", "gemm_rate", "status", "reason"),
 )
 CHOICES: dict[str, tuple[str | None, ...]] = {
     "level": ("stage", "layer", "stack", "step"),
     "stage": ("dispatch", "combine", "dispatch+combine", None),
     "pass": ("fwd", "fwd+bwd"),
     "form": ("unique", "expanded", None),
+    "variant": ("unsplit", "split", "overlapped", "compute", "communication", None),
     "status": ("ok", "refused", "oom", "failed"),
 }
 REQUIRED = ("level", "pass", "dispatcher", "shape", "R", "skew", "M", "S", "dtype", "status")

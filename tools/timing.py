@@ -19,7 +19,7 @@ from torch import Tensor
 from moe_ep.testing.host_syncs import WAITS
 
 _FLUSH_BYTES = 256 << 20  # several times the L2 of any GPU to date
-_BEGIN, _MARK = "stopwatch begin", "stopwatch mark"
+BEGIN, MARK = "stopwatch begin", "stopwatch mark"
 
 
 class Stopwatch:
@@ -42,14 +42,14 @@ class Stopwatch:
             dist.barrier(self.group)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # NCCL's barrier only waits on the device
-        self._trace(_BEGIN)
+        self._trace(BEGIN)
         self._start = self._now()
 
     def mark(self, name: str) -> None:
         """Note the time since `begin` under a name that is new in this iteration."""
         assert self._start is not None and name not in self._marks, f"mark {name!r} without begin, or twice"
         self._marks[name] = (self._start, self._now())
-        self._trace(_MARK)
+        self._trace(MARK)
 
     def take(self) -> dict[str, float]:
         """Microseconds by name; waits for the device and starts a new iteration."""
@@ -75,6 +75,19 @@ class Stopwatch:
         return event
 
 
+class Untimed(Stopwatch):
+    """For a run whose time nobody asks for."""
+
+    def __init__(self) -> None:
+        pass
+
+    def begin(self) -> None:
+        """Nothing."""
+
+    def mark(self, name: str) -> None:
+        """Nothing."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Series:
     """What one candidate did in the timed iterations.
@@ -93,7 +106,11 @@ Body = Callable[[int, Stopwatch], None]
 
 
 def alternate(
-    bodies: Mapping[K, Body], iterations: range, watch: Stopwatch, after_last: Callable[[K], None]
+    bodies: Mapping[K, Body],
+    iterations: range,
+    watch: Stopwatch,
+    before_each: Callable[[K], None],
+    after_last: Callable[[K], None],
 ) -> dict[K, Series]:
     """Run the candidates in turn (A B A B ...), each iteration once for all of them.
 
@@ -101,11 +118,13 @@ def alternate(
         bodies: name to body(iteration, watch), the same names in the same order on every rank.
         iterations: numbers handed to the bodies.
         watch: used by all of them.
+        before_each: called with each name before memory is looked at, to drop what stands from its last iteration.
         after_last: called with each name right behind its last iteration, to look at the results.
     """
     found = {name: Series(us={}) for name in bodies}
     for iteration in iterations:
         for name, body in bodies.items():
+            before_each(name)
             before = _reset_peak(watch.device)
             body(iteration, watch)
             for mark, us in watch.take().items():
@@ -149,30 +168,13 @@ def percentiles(times: Sequence[float]) -> tuple[float, float, float]:
     return p10, p50, p90
 
 
-def count_host_syncs(body: Body, iteration: int, watch: Stopwatch) -> int | None:
-    """Calls inside the regions of one iteration that block the host until the device has caught up; None on CPU.
-
-    Counted in a profiler trace, so a library's calls count as well. Polling an event in a loop is not seen.
-    """
-    if watch.device.type != "cuda":
-        return None
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    watch.traced = True
-    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
-        body(iteration, watch)
-        watch.take()
-    watch.traced = False
-    names_and_starts = [(event.name, event.time_range.start) for event in profile.events() or []]
-    return blocking_calls(sorted(names_and_starts, key=lambda pair: pair[1]))
-
-
 def blocking_calls(events: Sequence[tuple[str, float]]) -> int:
     """Blocking calls between a begin and the last mark of its region, among (name, start) in the order of time."""
     total, since_mark, open_region = 0, 0, False
     for name, _ in events:
-        if name == _BEGIN:
+        if name == BEGIN:
             since_mark, open_region = 0, True
-        elif name == _MARK:
+        elif name == MARK:
             total, since_mark = total + since_mark, 0
         elif name in WAITS and open_region:
             since_mark += 1

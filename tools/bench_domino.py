@@ -1,0 +1,223 @@
+"""The variants of a stack or a step: one batch whole or split, one after the other or interleaved, and its two halves.
+
+    unsplit         all M T tokens as one micro-batch through the plain layers
+    split           M micro-batches one after the other, gradients accumulating
+    overlapped      M micro-batches interleaved (Domino), one backward for all
+    compute         overlapped without the transfers of rows, see bench_tap
+    communication   those transfers alone, back to back
+
+All work on the same tokens. unsplit to split is the price of splitting, split to overlapped the gain of overlapping.
+With M = 1 the first three are one and the same, called unsplit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from moe_ep.errors import MoEError, Unavailable
+
+from .bench_case import BOTH, Case, Figure, need_grad
+from .bench_check import Check, merge_checks
+from .bench_stack import BenchStack, Piece
+from .bench_stack_check import check_stack, same_gradients, same_rows, sample_gradients
+from .timing import Stopwatch, Untimed
+
+Variant = Literal["unsplit", "split", "overlapped", "compute", "communication"]
+VARIANTS: tuple[Variant, ...] = get_args(Variant)
+STEP = "step"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What one case runs.
+
+    Attributes:
+        level: "stack" (gradients arrive at the outputs) or "step" (a loss makes them).
+        pass_: as in a row.
+        num: M.
+        variant: see above.
+        reserve_sms: for the experts of several micro-batches; None: what the dispatcher declares.
+    """
+
+    level: str
+    pass_: str
+    num: int
+    variant: Variant
+    reserve_sms: int | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether all tokens are one micro-batch."""
+        return self.variant == "unsplit" and self.num > 1
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether the micro-batches go through each layer together."""
+        return self.variant not in ("unsplit", "split")
+
+    @property
+    def real(self) -> bool:
+        """Whether there is a result to check."""
+        return self.variant not in ("compute", "communication")
+
+
+def plans(level: str, pass_: str, num: int, reserves: Sequence[int | None]) -> list[Plan]:
+    """All variants of one M, in an order in which each finds what it needs from those before."""
+    if num == 1:
+        names: list[Variant] = ["unsplit", "compute", "communication"]
+        return [Plan(level=level, pass_=pass_, num=1, variant=name, reserve_sms=0) for name in names]
+    found = [Plan(level=level, pass_=pass_, num=num, variant=name, reserve_sms=0) for name in ("unsplit", "split")]
+    found += [Plan(level=level, pass_=pass_, num=num, variant="overlapped", reserve_sms=r) for r in reserves]
+    return found + [
+        Plan(level=level, pass_=pass_, num=num, variant=name, reserve_sms=0) for name in ("compute", "communication")
+    ]
+
+
+@dataclass(slots=True)
+class _Results:
+    """What a run left: outputs and input gradients of each piece."""
+
+    ys: list[Tensor]
+    dxs: list[Tensor]
+
+
+class StackCase(Case):
+    """One variant of one dispatcher.
+
+    Raises:
+        RecipeError, Unavailable: the dispatcher, or a number of reserved SMs, cannot run here, on every rank.
+    """
+
+    def __init__(self, stack: BenchStack, name: str, plan: Plan) -> None:
+        super().__init__(stack.setting)
+        self.stack, self.name, self.plan, self.pass_ = stack, name, plan, plan.pass_
+        self.backward = plan.pass_ == BOTH
+        shape, place = self.setting.shape, self.setting.place
+        self.num_tokens = plan.num * shape.T
+        self.dispatcher, self.tap = stack.dispatcher(name, self.num_tokens if plan.whole else shape.T)
+        self.all_tokens = self.num_tokens * place.num_ranks
+        experts = stack.layers[0].moe.experts
+        refusal = experts.reserve_refusal(place.device)
+        if plan.reserve_sms and refusal is not None:
+            raise Unavailable(f"reserve_sms = {plan.reserve_sms} would have no effect: {refusal}; leave it out")
+        declared = 0 if refusal is not None or plan.num == 1 else self.dispatcher.comm_sms
+        self.reserved = declared if plan.reserve_sms is None else plan.reserve_sms
+        self.figures = [Figure(stage=None, pass_=plan.pass_, form=None, marks=("step",), dispatches=0, combines=0)]
+        self.left = _Results([], [])
+        self._looked_at: list[Tensor] | None = None  # outputs with their graph, while a run is looked into
+
+    def row_values(self) -> dict[str, Any]:
+        """See Case."""
+        plan, layer = self.plan, self.stack.layers[0]
+        return {
+            "M": plan.num, "variant": plan.variant, "layers": len(self.stack.layers), "reserve_sms": self.reserved,
+            "attention": self.stack.attention_name, "experts": layer.moe.config.experts,
+        }  # fmt: skip
+
+    @property
+    def label(self) -> str:
+        """See Case."""
+        return f"{super().label}-M{self.plan.num}-{self.plan.variant}-reserve{self.reserved}"
+
+    def clear(self) -> None:
+        """Poison and drop what the last run left, gradients too."""
+        self.poison(*self.left.ys, *self.left.dxs)
+        self.left = _Results([], [])
+        self.stack.model.zero_grad(set_to_none=True)
+
+    def run(self, iteration: int, watch: Stopwatch) -> None:
+        """Mark "step"."""
+        self.clear()
+        self.stack.counts.clear()
+        pieces = self.stack.pieces(iteration, self.plan.num, self.plan.whole)
+        self.stack.use(self.dispatcher, self.plan.reserve_sms)
+        self.stack.script(pieces)
+        self.tap.iteration = iteration
+        if self.plan.variant == "communication":
+            self._communicate(pieces, watch)
+        else:
+            self.tap.noting = self.plan.real and (self.plan.interleaved or self.plan.num == 1)
+            with self.tap.silenced(not self.plan.real):
+                self._compute(pieces, watch)
+            self.tap.noting = False
+        self.tap.forget()
+        self._expect_counts(pieces)
+
+    def _compute(self, pieces: list[Piece], watch: Stopwatch) -> None:
+        with torch.set_grad_enabled(self.backward):
+            xs = [piece.x.detach().requires_grad_(self.backward) for piece in pieces]
+            watch.begin()
+            groups = [range(len(pieces))] if self.plan.interleaved else [range(i, i + 1) for i in range(len(pieces))]
+            ys = [y for group in groups for y in self._group([pieces[i] for i in group], [xs[i] for i in group])]
+            watch.mark("step")
+        if self.backward:
+            self.left.dxs = [need_grad(x, "the stack", "x") for x in xs]
+            for name, parameter in self._trained():
+                need_grad(parameter, "the stack", name)
+        self.left.ys = [y.detach() for y in ys]
+
+    def _group(self, pieces: list[Piece], xs: list[Tensor]) -> list[Tensor]:
+        """Forward of micro-batches together, and one backward for all of them."""
+        ys, _ = self.stack.stack(xs)
+        if self._looked_at is not None:
+            self._looked_at += ys
+            for y in ys:
+                _ = y.retain_grad() if self.backward else None
+        if self.plan.level == STEP:
+            losses = [self.stack.loss(y, piece, self.all_tokens) for y, piece in zip(ys, pieces, strict=True)]
+            if self.backward:
+                torch.stack(losses).sum().backward()
+        elif self.backward:
+            torch.autograd.backward(ys, [piece.dy for piece in pieces])
+        return ys
+
+    def _communicate(self, pieces: list[Piece], watch: Stopwatch) -> None:
+        """Prepare what is to be sent by a silent run, which is not timed, and send it."""
+        with self.tap.silenced(True):
+            self._compute(pieces, Untimed())
+        watch.begin()
+        self.tap.send_held_back()
+        watch.mark("step")
+
+    def _trained(self) -> list[tuple[str, Tensor]]:
+        return [(n, p) for n, p in self.stack.parameters() if self.plan.level == STEP or not n.startswith("head.")]
+
+    def _expect_counts(self, pieces: list[Piece]) -> None:
+        """Every layer's experts got the rows that the routing sends them."""
+        counts, self.stack.counts[:] = [count.long().cpu() for count in self.stack.counts], []
+        groups = [pieces] if self.plan.interleaved else [[piece] for piece in pieces]
+        wanted = [piece for group in groups for _ in self.stack.layers for piece in group]
+        if len(counts) != len(wanted):
+            raise MoEError(f"the experts ran {len(counts)} times instead of {len(wanted)}")
+        for got, piece in zip(counts, wanted, strict=True):
+            self.expect_rows(piece.drawn[0] // self.stack.most, got, self.setting.counts[list(piece.drawn)].sum(0))
+
+    def check(self, iteration: int) -> Check:
+        """Look into a run of the same, and hold what was timed against it, and its gradients against other variants'.
+
+        Collective. Nothing to check where rows did not travel.
+        """
+        if not self.plan.real:
+            return Check(wrong=0, err=0.0)
+        timed, self.left, self._looked_at = self.left, _Results([], []), []
+        for layer in self.stack.layers:
+            layer.seen = []
+        self.run(iteration, Untimed())
+        seen = [layer.seen or [] for layer in self.stack.layers]
+        pieces = self.stack.pieces(iteration, self.plan.num, self.plan.whole)
+        found = [check_stack(self.stack, pieces, seen, self._looked_at, backward=self.backward)]
+        for layer in self.stack.layers:
+            layer.seen = None
+        self._looked_at = None
+        pairs = zip(timed.ys + timed.dxs, self.left.ys + self.left.dxs, strict=True)
+        found.append(same_rows(list(pairs), self.setting))
+        gradients = sample_gradients(self.stack)
+        first = self.stack.gradients.setdefault((self.plan.level, self.plan.pass_, self.plan.num), gradients)
+        found += [same_gradients(gradients, first, self.setting)] if first else []
+        self.left = timed
+        return merge_checks(found)
