@@ -58,11 +58,15 @@ class Case(ABC):
         name: of the dispatcher.
         pass_: as in a row.
         figures: one for each row.
+        reference: what `check` holds its results against.
+        telling: whether a trace of it says anything that its row has a field for.
     """
 
     name: str
     pass_: str
     figures: list[Figure]
+    reference = "the float64 reference"
+    telling = True
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting

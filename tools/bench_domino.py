@@ -89,13 +89,21 @@ class _Results:
 class StackCase(Case):
     """One variant of one dispatcher.
 
+    Args:
+        stack: the layers, which it shares with the others.
+        name: of the dispatcher.
+        plan: which variant.
+
     Raises:
         RecipeError, Unavailable: the dispatcher, or a number of reserved SMs, cannot run here, on every rank.
     """
 
+    reference = "the float64 reference, a second run or another variant's gradients"
+
     def __init__(self, stack: BenchStack, name: str, plan: Plan) -> None:
         super().__init__(stack.setting)
         self.stack, self.name, self.plan, self.pass_ = stack, name, plan, plan.pass_
+        self.telling = plan.variant not in ("split", "communication")
         self.backward = plan.pass_ == BOTH
         shape, place = self.setting.shape, self.setting.place
         self.num_tokens = plan.num * shape.T

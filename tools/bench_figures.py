@@ -51,7 +51,7 @@ class Measured:
         return {
             "pass_": self.case.pass_, **self.case.row_values(),
             "wrong": self.wrong if checked else None, "err": self.err if checked else None,
-            "peak_mib": None if peak is None else round(peak / 2**20, 1),
+            "peak_mib": round(peak / 2**20, 1) if checked and peak is not None else None,
             "host_syncs": None if syncs is None else round(syncs),
             "sms": None if blocks is None else round(blocks),
         }  # fmt: skip

@@ -20,7 +20,7 @@ from .bench_layer import BenchLayer, LayerCase
 from .bench_options import STACKED, Options
 from .bench_setting import Place, Problem, Setting, agree, make_setting
 from .bench_stack import BenchStack, parse_attention
-from .bench_trace import trace_once
+from .bench_trace import Traced, trace_once
 from .rows import Row, dtype_name, make_row
 from .shapes import make_workload
 from .timing import Series, Stopwatch, alternate
@@ -191,7 +191,7 @@ def _measure(table: Table, case: Case, series: Series, check: Check, watch: Stop
     shape = "x".join(str(size) for size in table.setting.shape)
     path = None if kept is None else kept / f"{table.level}-{shape}-{case.label}-rank{place.rank}.json"
     case.clear()
-    traced = trace_once(case.run, iteration, watch, path)
+    traced = trace_once(case.run, iteration, watch, path) if case.telling or path is not None else Traced()
     case.clear()
     return measured(case, series, check, traced, place)
 
@@ -202,7 +202,9 @@ def _rows(table: Table, found: Sequence[Measured]) -> list[Row]:
     for each in found:
         values = each.values() | (domino_values(each, found) if table.level in STACKED else {})
         if each.wrong:
-            reason = f"{each.wrong} sampled rows differ from the reference, by up to {each.err:.2g} of their norm"
+            reason = (
+                f"{each.wrong} sampled rows differ from {each.case.reference}, by up to {each.err:.2g} of their norm"
+            )
             rows.append(table.row(each.case.name, status="failed", reason=reason, **values))
             continue
         for figure in each.case.figures:

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from tools.timing import Stopwatch, alternate, blocking_calls, count_host_syncs, percentiles, slowest_rank
+from tools.timing import Stopwatch, alternate, blocking_calls, percentiles, slowest_rank
 
 CPU = torch.device("cpu")
 
@@ -45,8 +45,18 @@ def test_candidates_take_turns_and_are_looked_at_behind_their_last() -> None:
         watch.mark("all")
 
     bodies = {name: (lambda i, watch, name=name: body(name, i, watch)) for name in ("a", "b")}
-    series = alternate(bodies, range(2, 4), Stopwatch(CPU, None), lambda name: calls.append((name, -1)))
-    assert calls == [("a", 2), ("b", 2), ("a", 3), ("a", -1), ("b", 3), ("b", -1)]
+    series = alternate(
+        bodies,
+        range(2, 4),
+        Stopwatch(CPU, None),
+        before_each=lambda name: calls.append((name, 0)),
+        after_last=lambda name: calls.append((name, -1)),
+    )
+    first, second = (
+        [("a", 0), ("a", 2), ("b", 0), ("b", 2)],
+        [("a", 0), ("a", 3), ("a", -1), ("b", 0), ("b", 3), ("b", -1)],
+    )
+    assert calls == first + second
     assert all(len(s.us["all"]) == 2 and s.peak_bytes is None for s in series.values())
 
 
@@ -58,10 +68,6 @@ def test_percentiles_are_times_that_were_measured() -> None:
 def test_one_rank_is_its_own_slowest() -> None:
     us = {"a": [1.0, 2.0], "b": [3.0, 4.0]}
     assert slowest_rank(us, None, CPU) == us
-
-
-def test_host_syncs_are_unknown_on_cpu() -> None:
-    assert count_host_syncs(lambda i, watch: pytest.fail("must not run"), 0, Stopwatch(CPU, None)) is None
 
 
 def test_only_blocking_calls_inside_regions_count() -> None:
