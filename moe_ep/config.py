@@ -45,6 +45,7 @@ class DispatchConfig:
         num_groups: expert groups of the grouped router, else 0.
         capacity_factor: rows = factor x balanced rows, without a host sync; None: counts are read by the host.
         num_sms: SMs that a GPU back end may use, None for its default.
+        kernels: what moves rows on a GPU, see MoEConfig.
         options: further back-end keys, as sorted (key, value) pairs.
     """
 
@@ -58,6 +59,7 @@ class DispatchConfig:
     num_groups: int = 0
     capacity_factor: float | None = None
     num_sms: int | None = None
+    kernels: Kernels = "auto"
     options: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
@@ -86,7 +88,8 @@ class MoEConfig:
         aux_loss_coef, z_loss_coef: 0 means that the loss is not computed at all.
         bias_update_rate: step of the sigmoid router's selection bias per optimizer step; 0: no bias update.
         force_balance: replace the chosen ids by an even pattern (for A/B measurements).
-        kernels: which ops may be used: "torch", "cuda" (refused where they cannot run) or "auto".
+        kernels: what moves rows on a GPU: "torch", "cuda" (the package's kernels; refused where they cannot run) or
+            "auto" (the kernels where they can run, else torch and a warning).
         capacity_factor, num_sms: see DispatchConfig.
         options: back-end keys, as sorted (key, value) pairs.
         init_std: standard deviation of the initial weights; a function of the global expert id, not of the rank.
@@ -136,6 +139,7 @@ class MoEConfig:
             num_groups=self.num_groups,
             capacity_factor=self.capacity_factor,
             num_sms=self.num_sms,
+            kernels=self.kernels,
             options=self.options,
         )
 

@@ -158,6 +158,7 @@ def _software(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("Python", f"{report['python']} on {report['system']}, {report['cores']} cores"),
         ("torch", report["torch"]),
         ("CUDA", cuda),
+        ("nvcc", report["nvcc"] or "missing: kernels that are not built yet cannot be, and torch moves the rows"),
         ("NCCL", nccl),
         ("gloo", gloo),
     ]
@@ -168,7 +169,10 @@ def _hardware(report: dict[str, Any]) -> list[tuple[str, str]]:
     if not gpus:
         return [("GPUs", "none")]
     facts = [
-        (f"GPU {i}", f"{g['name']}, {g['memory_mib']} MiB, compute capability {g['sm']}, {g['sms']} SMs")
+        (
+            f"GPU {i}",
+            f"{g['name']}, {g['memory_mib']} MiB, compute capability {g['sm']}, {g['sms']} SMs; kernels {g['kernels']}",
+        )
         for i, g in enumerate(gpus)
     ]
     for i, row in enumerate(report["peer_access"]):

@@ -19,7 +19,7 @@ from .dispatch.agreement import agree
 from .dispatch.registry import build_dispatcher, refusal
 from .dispatch.ticket import Ticket
 from .eager import eager
-from .errors import InputError, MoEError, RecipeError, Unavailable
+from .errors import InputError, MoEError, RecipeError
 from .experts import SharedExperts, build_experts
 from .load import rank_load
 from .losses import RouterAux
@@ -103,8 +103,6 @@ class MoELayer(nn.Module):
     def _build_local(self, group: dist.ProcessGroup | None) -> None:
         """Everything that can fail on this rank alone, before the ranks agree to go on."""
         config, layer_index = self.config, self.layer_index
-        if config.kernels == "cuda":
-            raise Unavailable("kernels = 'cuda' asks for CUDA ops, of which there are none yet; take 'auto' or 'torch'")
         error = refusal(config.dispatch(), group)
         if error is not None:
             raise error

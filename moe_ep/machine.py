@@ -32,6 +32,7 @@ def machine() -> dict[str, Any]:
         "gloo": dist.is_available() and dist.is_gloo_available(),
         **_cuda(),
         **_nccl(),
+        "nvcc": _nvcc_version(),
         "gpus": _gpus(),
         "peer_access": _peer_access(),
         "links": parse_topology(_nvidia_smi("topo", "-m")),
@@ -75,7 +76,19 @@ def num_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
+def _nvcc_version() -> str | None:
+    """Release of the CUDA compiler that would build the kernels, None where there is none."""
+    from .kernels.build import find_nvcc
+
+    nvcc = find_nvcc()
+    text = "" if nvcc is None else _output(nvcc, "--version")
+    found = re.search(r"release (\S+),", text)
+    return found[1] if found else None
+
+
 def _gpus() -> list[dict[str, Any]]:
+    from .kernels.library import state
+
     found = [torch.cuda.get_device_properties(index) for index in range(num_gpus())]
     return [
         {
@@ -83,6 +96,7 @@ def _gpus() -> list[dict[str, Any]]:
             "memory_mib": p.total_memory >> 20,
             "sm": f"{p.major}.{p.minor}",
             "sms": p.multi_processor_count,
+            "kernels": state((p.major, p.minor)),
         }
         for p in found
     ]
@@ -102,10 +116,12 @@ def parse_topology(text: str) -> list[list[str]] | None:
 
 def _nvidia_smi(*arguments: str) -> str:
     """Its output, "" where it is not installed, fails or hangs."""
-    if shutil.which("nvidia-smi") is None:
-        return ""
+    return "" if shutil.which("nvidia-smi") is None else _output("nvidia-smi", *arguments)
+
+
+def _output(*command: str) -> str:
     try:
-        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=20)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except subprocess.TimeoutExpired:
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""

@@ -8,6 +8,10 @@ The two ops are each other's transpose, so one backward is the other's forward, 
 Worked example. Two tokens, K = 2, routes (t, k) -> expert: (0,0)->1, (0,1)->0, (1,0)->1, (1,1)->none.
 Sorted by expert the rows are [(0,1), (0,0), (1,0)], so row_index = [0, 0, 1] and
 positions = [[1, 0], [2, -1]]: token 0's routes are rows 1 and 0, token 1's only route is row 2.
+
+Each function does its work in plain torch or, where the caller allows it and the tensors are on a GPU, in one kernel of
+`moe_ep.kernels`. Both give the same bits. With a `bound`, an int32 [1] on the device, rows from there on are the tail:
+nobody reads them; the kernels do not write them either, torch fills them with zeros.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .eager import eager
+from .ops import routes_module, rows_module
 
 
 def _gather(x_UH: Tensor, row_index_N: Tensor) -> Tensor:
@@ -45,59 +50,86 @@ def _sum(rows_NH: Tensor, positions_TJ: Tensor) -> Tensor:
     return total.to(rows_NH.dtype)
 
 
+Movement = tuple[Tensor, Tensor, Tensor | None]  # where rows come from, where they go, how many there are
+
+
+def _move_out(x_UH: Tensor, movement: Movement, kernels: bool) -> Tensor:
+    row_index, positions, bound = movement
+    if not kernels:
+        return _gather(x_UH, row_index)
+    gathered: Tensor = rows_module().gather_rows(x_UH, row_index, positions, bound)
+    return gathered
+
+
+def _move_back(rows_NH: Tensor, movement: Movement, kernels: bool) -> Tensor:
+    _, positions, bound = movement
+    if not kernels:
+        return _sum(rows_NH, positions)
+    summed: Tensor = rows_module().sum_rows(rows_NH, positions, bound)
+    return summed
+
+
 class _GatherRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_UH: Tensor, row_index_N: Tensor, positions_UJ: Tensor) -> Tensor:
-        ctx.save_for_backward(row_index_N, positions_UJ)
-        return _gather(x_UH, row_index_N)
+    def forward(ctx: Any, x_UH: Tensor, movement: Movement, kernels: bool) -> Tensor:
+        ctx.save_for_backward(*movement)
+        ctx.kernels = kernels
+        return _move_out(x_UH, movement, kernels)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        _, positions_UJ = ctx.saved_tensors
-        return _sum(grads[0], positions_UJ), None, None
+        return _move_back(grads[0], ctx.saved_tensors, ctx.kernels), None, None
 
 
 class _SumRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows_NH: Tensor, row_index_N: Tensor, positions_TJ: Tensor) -> Tensor:
-        ctx.save_for_backward(row_index_N, positions_TJ)
-        return _sum(rows_NH, positions_TJ)
+    def forward(ctx: Any, rows_NH: Tensor, movement: Movement, kernels: bool) -> Tensor:
+        ctx.save_for_backward(*movement)
+        ctx.kernels = kernels
+        return _move_back(rows_NH, movement, kernels)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        row_index_N, _ = ctx.saved_tensors
-        return _gather(grads[0], row_index_N), None, None
+        return _move_out(grads[0], ctx.saved_tensors, ctx.kernels), None, None
 
 
 @eager
-def gather_rows(x_UH: Tensor, row_index_N: Tensor, positions_UJ: Tensor) -> Tensor:
+def gather_rows(
+    x_UH: Tensor, row_index_N: Tensor, positions_UJ: Tensor, *, bound: Tensor | None = None, kernels: bool = False
+) -> Tensor:
     """rows[n] = x[row_index[n]], zero where the index is -1; differentiable in x.
 
     Args:
         x_UH: [U, ...], any float dtype.
         row_index_N: int [N], -1 or a row of x.
         positions_UJ: int [U, J], for each row of x the places it went to, -1 where none (any order).
+        bound: int32 [1], rows from there on may hold anything; None: all N rows count.
+        kernels: let the CUDA kernels do it where x is on a GPU.
 
     Returns:
         [N, ...] in x's dtype. The gradient of x is a float32 sum over J ascending, rounded once; gradient rows
         whose index is -1 are never read.
     """
-    return _GatherRows.apply(x_UH, row_index_N, positions_UJ)
+    return _GatherRows.apply(x_UH, (row_index_N, positions_UJ, bound), kernels and x_UH.is_cuda)
 
 
 @eager
-def sum_rows(rows_NH: Tensor, row_index_N: Tensor, positions_TJ: Tensor) -> Tensor:
+def sum_rows(
+    rows_NH: Tensor, row_index_N: Tensor, positions_TJ: Tensor, *, bound: Tensor | None = None, kernels: bool = False
+) -> Tensor:
     """y[t] = sum_j rows[positions[t, j]] in float32 with j ascending, rounded once; the transpose of `gather_rows`.
 
     Args:
         rows_NH: [N, ...], any float dtype. Rows that no position names are never read.
         row_index_N: int [N], the token each row belongs to, -1 where none (its gradient is zero).
         positions_TJ: int [T, J], rows of each token, -1 where none.
+        bound: int32 [1], gradient rows from there on may hold anything; None: all N rows count.
+        kernels: let the CUDA kernels do it where the rows are on a GPU.
 
     Returns:
         [T, ...] in the rows' dtype.
     """
-    return _SumRows.apply(rows_NH, row_index_N, positions_TJ)
+    return _SumRows.apply(rows_NH, (row_index_N, positions_TJ, bound), kernels and rows_NH.is_cuda)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,16 +141,27 @@ class SortedRoutes:
         row_slot: int32 [T*K], flat slot t*K + k of each sorted route; -1 in the tail.
         positions: int32 [T, K], sorted place of each route, -1 where there is no route.
         counts: int64 [E], routes of each expert.
+        offsets: int32 [E+1], first sorted place of each expert, and the number of routes behind.
     """
 
     row_token: Tensor
     row_slot: Tensor
     positions: Tensor
     counts: Tensor
+    offsets: Tensor
+
+    @property
+    def bound(self) -> Tensor:
+        """Where the tail begins, int32 [1]."""
+        return self.offsets[-1:]
 
 
-def sort_routes(expert_ids_TK: Tensor, num_experts: int) -> SortedRoutes:
+def sort_routes(expert_ids_TK: Tensor, num_experts: int, *, kernels: bool = False) -> SortedRoutes:
     """Sort the routes of a micro-batch by expert, stably, without a host sync. Ids outside [0, E) have no route."""
+    if kernels and expert_ids_TK.is_cuda:
+        sorted_ids = routes_module().sort_routes(expert_ids_TK, num_experts, 1)
+        names = ("row_token", "row_slot", "positions", "counts", "offsets")
+        return SortedRoutes(**dict(zip(names, sorted_ids, strict=False)))
     num_tokens, top_k = expert_ids_TK.shape
     flat = expert_ids_TK.reshape(-1)
     valid = (flat >= 0) & (flat < num_experts)
@@ -134,6 +177,7 @@ def sort_routes(expert_ids_TK: Tensor, num_experts: int) -> SortedRoutes:
         row_slot=torch.where(in_order, order, -1).int(),
         positions=torch.where(valid, place, -1).int().view(num_tokens, top_k),
         counts=counts[:num_experts],
+        offsets=make_offsets(counts[:num_experts]),
     )
 
 
@@ -155,6 +199,7 @@ class ExpertInput:
         capacity: N, at least offsets[L]. Rows beyond offsets[L] are the *tail*: they hold anything, NaN too, and
             nobody may let them reach a sum.
         host_counts: the counts as a tuple of L ints where the dispatcher knows them on the host anyway, else None.
+        kernels: whether the package's CUDA kernels may move and compute these rows.
     """
 
     source: Tensor
@@ -165,6 +210,7 @@ class ExpertInput:
     row_index: Tensor | None = None
     positions: Tensor | None = None
     host_counts: tuple[int, ...] | None = None
+    kernels: bool = False
 
     @property
     def num_local_experts(self) -> int:
@@ -172,13 +218,47 @@ class ExpertInput:
         return self.tokens_per_expert.shape[0]
 
     def rows(self) -> Tensor:
-        """Expert rows [N, H], expanded once from the unique rows; differentiable in `source`."""
+        """Expert rows [N, H], expanded once from the unique rows; differentiable in `source`. The tail: anything."""
         if self.row_index is None or self.positions is None:
             return self.source
-        return gather_rows(self.source, self.row_index, self.positions)
+        bound = self.offsets[-1:]
+        return gather_rows(self.source, self.row_index, self.positions, bound=bound, kernels=self.kernels)
 
 
 pytree.register_dataclass(ExpertInput)  # for FSDP2, see Routing
+
+
+def regroup(
+    counts_RL: Tensor, num_rows: int, *, kernels: bool = False
+) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
+    """How received rows (source, local expert) become expert rows (local expert, source).
+
+    Args:
+        counts_RL: int64 [R, L], rows from each source for each local expert.
+        num_rows: their sum, known on the host, so that no sync is needed.
+        kernels: let the CUDA kernels do it where the counts are on a GPU.
+
+    Returns:
+        order int32 [N]: expert row n is received row order[n]; places int32 [N]: its inverse; both None where L = 1,
+        since the received order is the expert order then. offsets int32 [L+1] and tokens_per_expert int32 [L].
+
+    Example: two sources, two experts, counts [[1, 2], [1, 0]]: received rows are experts 0, 1, 1 | 0,
+    so order = [0, 3, 1, 2], places = [0, 2, 3, 1], offsets = [0, 2, 4].
+    """
+    num_ranks, num_local = counts_RL.shape
+    if kernels and counts_RL.is_cuda and num_local > 1:
+        order, places, offsets, tokens = routes_module().regroup_rows(counts_RL, num_rows, 1)
+        return order, places, offsets, tokens
+    counts_L = counts_RL.sum(0)
+    offsets, tokens = make_offsets(counts_L), counts_L.to(torch.int32)
+    if num_local == 1:
+        return None, None, offsets, tokens
+    experts = torch.arange(num_local, device=counts_RL.device).repeat(num_ranks)
+    expert = experts.repeat_interleave(counts_RL.reshape(-1), output_size=num_rows)
+    order = expert.argsort(stable=True)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(num_rows, device=order.device)
+    return order.int(), places.int(), offsets, tokens
 
 
 def make_offsets(counts_L: Tensor) -> Tensor:

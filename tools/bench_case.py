@@ -125,7 +125,7 @@ class StageCase(Case):
         shape = setting.shape
         config = DispatchConfig(
             name=name, num_experts=shape.E, top_k=shape.K, hidden_size=shape.H, dtype=dtype_name(setting.dtype),
-            max_tokens=shape.T,
+            max_tokens=shape.T, kernels=setting.kernels,
         )  # fmt: skip
         self.dispatcher = build_dispatcher(config, setting.place.group)
         self.backward = pass_ == BOTH

@@ -156,6 +156,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--reserve-sms", default="auto", help="SMs that experts leave to communication beside them, where M > 1")
     add("--nccl-ctas", type=int, help="thread blocks of a collective of NCCL, which decides itself otherwise")
     add("--trace", metavar="DIR", help="keep a trace of one iteration of each candidate, one file a rank")
+    add("--kernels", default="auto", choices=("auto", "cuda", "torch"), help="what moves rows on GPUs")
     add("--replica-slots", default="0", help="0")
     add("--dtype", help=f"{', '.join(DTYPES)}; default bfloat16 on GPUs, float32 on CPU")
     add("--iterations", type=int, default=20, help="timed ones, each with a new routing")

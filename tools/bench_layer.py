@@ -49,7 +49,8 @@ class BenchLayer:
         self.name = name
         config = MoEConfig(
             hidden_size=shape.H, expert_intermediate_size=shape.I, num_experts=shape.E, top_k=shape.K,
-            dtype=dtype_name(setting.dtype), max_tokens=shape.T, dispatcher=name, experts=experts, aux_loss="none",
+            dtype=dtype_name(setting.dtype), max_tokens=shape.T, dispatcher=name, experts=experts,
+            kernels=setting.kernels, aux_loss="none",
         )  # fmt: skip
         build_dispatcher(config.dispatch(), place.group)  # which the layer then shares
         with torch.device("meta"):  # a model's own initial values are drawn on the CPU, which takes minutes here

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 
 from moe_ep.bounds import POSITIVE
-from moe_ep.config import DTYPES, nearest, require
+from moe_ep.config import DTYPES, Kernels, nearest, require
 from moe_ep.errors import RecipeError
 
 from .bench_case import BOTH, FWD
@@ -38,6 +38,7 @@ class Options:
         layers: of stacks.
         reserve_sms: SMs that experts of several micro-batches leave free; None: as many as the dispatcher declares.
         trace: folder for a trace of each candidate; None: none is kept.
+        kernels: what moves rows on a GPU, as in a recipe.
         dtype: of rows and weights.
         iterations, warmup: timed and untimed ones.
         seed: of routings and inputs.
@@ -56,6 +57,7 @@ class Options:
     layers: int = 4
     reserve_sms: tuple[int | None, ...] = (None,)
     trace: Path | None = None
+    kernels: Kernels = "auto"
     dtype: torch.dtype = torch.float32
     iterations: int = 20
     warmup: int = 5
@@ -125,6 +127,7 @@ def parse_options(chosen: argparse.Namespace, device: torch.device) -> Options:
         layers=chosen.layers,
         reserve_sms=split(chosen.reserve_sms, lambda text: None if text == "auto" else int(text), "--reserve-sms"),
         trace=Path(chosen.trace) if chosen.trace else None,
+        kernels=chosen.kernels,
         dtype=getattr(torch, dtype),
         iterations=chosen.iterations,
         warmup=chosen.warmup,

@@ -66,7 +66,7 @@ def run(options: Options, place: Place, emit: Emit) -> None:
             workload = make_workload(shape, place.num_ranks, skew, options.seed)
             for level in options.levels:
                 drawn = max(options.micro_batches) if level in STACKED else 1
-                setting = make_setting(workload, place, options.dtype, iterations * drawn)
+                setting = make_setting(workload, place, options.dtype, iterations * drawn, options.kernels)
                 _run_table(Table(options=options, level=level, setting=setting), emit)
             close_dispatchers(place.group)
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_ep.config import Kernels
 from moe_ep.load import expert_load, rank_load
 from moe_ep.routing import Routing
 
@@ -38,6 +39,7 @@ class Setting:
         counts: int64 [iterations, L] on the CPU, rows that each expert of this rank must get.
         traffic: of each iteration, of each rank.
         skew_realised: max/mean over ranks, mean over the iterations.
+        kernels: what moves rows on a GPU, as in a recipe.
     """
 
     place: Place
@@ -49,6 +51,7 @@ class Setting:
     counts: Tensor
     traffic: list[list[Traffic]]
     skew_realised: float
+    kernels: Kernels = "auto"
 
     @property
     def shape(self) -> Shape:
@@ -66,7 +69,9 @@ class Setting:
         return self.shape.E // self.place.num_ranks
 
 
-def make_setting(workload: Workload, place: Place, dtype: torch.dtype, iterations: int) -> Setting:
+def make_setting(
+    workload: Workload, place: Place, dtype: torch.dtype, iterations: int, kernels: Kernels = "auto"
+) -> Setting:
     """Draw inputs and routings, and hold the loads of all of them against the target before anything is timed.
 
     Collective over the group.
@@ -90,6 +95,7 @@ def make_setting(workload: Workload, place: Place, dtype: torch.dtype, iteration
         counts=load_RnE.sum(0).view(iterations, place.num_ranks, -1)[:, place.rank],
         traffic=[count_traffic(tokens, unique_RnR[:, i], routes_RnR[:, i]) for i in range(iterations)],
         skew_realised=sum(realised) / len(realised),
+        kernels=kernels,
     )
 
 

@@ -138,7 +138,7 @@ class BenchStack:
         shape, place, dtype = setting.shape, setting.place, setting.dtype
         self.config = MoEConfig(
             hidden_size=shape.H, expert_intermediate_size=shape.I, num_experts=shape.E, top_k=shape.K,
-            dtype=dtype_name(dtype), max_tokens=shape.T, experts=experts, aux_loss="none",
+            dtype=dtype_name(dtype), max_tokens=shape.T, experts=experts, kernels=setting.kernels, aux_loss="none",
             normalize_weights=shape.K > 1, z_loss_coef=0.0 if shape.K > 1 else 1e-3,
         )  # fmt: skip
         build_dispatcher(self.config.dispatch(), place.group)  # which the layers then share

@@ -30,7 +30,7 @@ ROW_FIELDS = (
     *("comm_us", "exposed_us", "hidden_share", "hidden_share_steps", "gemm_us", "gemm_rate", "status", "reason"),
 )
 CHOICES: dict[str, tuple[str | None, ...]] = {
-    "level": ("stage", "layer", "stack", "step"),
+    "level": ("kernel", "stage", "layer", "stack", "step"),
     "stage": ("dispatch", "combine", "dispatch+combine", None),
     "pass": ("fwd", "fwd+bwd"),
     "form": ("unique", "expanded", None),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..config import DispatchConfig
 from ..faults import NUM_WORDS, Fault, raise_faults
-from ..permute import ExpertInput, SortedRoutes, gather_rows, make_offsets, sort_routes, sum_rows
+from ..permute import ExpertInput, SortedRoutes, gather_rows, sort_routes, sum_rows
 from ..routing import NO_ROUTE, Routing
 from ..streams import InFlight
 from .base import Dispatcher
@@ -105,7 +105,7 @@ class Agrs(Dispatcher):
         state.early.wait()
         words = state.gathered[:, -NUM_WORDS:]
         ids = state.gathered[:, :-NUM_WORDS].reshape(-1, self.config.top_k)
-        routes = sort_routes(self._local_ids(ids), self.num_local)
+        routes = sort_routes(self._local_ids(ids), self.num_local, kernels=self.kernels)
         counts = self._read(ticket, words, routes.counts)
         num_rows = ids.shape[0] if self.grouped else sum(counts or ())
         transfer = GatherRows(self.group, self.num_ranks, self.block)
@@ -148,17 +148,23 @@ class Agrs(Dispatcher):
             row_index=routes.row_token[:num_rows],
             positions=routes.positions,
             row_weights=gather_rows(
-                weights_UK.reshape(-1), routes.row_slot[:num_rows], routes.positions.reshape(-1, 1)
+                weights_UK.reshape(-1),
+                routes.row_slot[:num_rows],
+                routes.positions.reshape(-1, 1),
+                bound=routes.bound,
+                kernels=self.kernels,
             ),
-            offsets=make_offsets(routes.counts),
+            offsets=routes.offsets,
             tokens_per_expert=routes.counts.to(torch.int32),
             capacity=num_rows,
             host_counts=state.host_counts,
+            kernels=self.kernels,
         )
 
     def _combine_preprocess(self, ticket: Ticket, y_NH: Tensor) -> None:
         routes: SortedRoutes = ticket.state.routes
-        ticket.payload = (sum_rows(y_NH, routes.row_token[: ticket.state.num_rows], routes.positions),)
+        index = routes.row_token[: ticket.state.num_rows]
+        ticket.payload = (sum_rows(y_NH, index, routes.positions, bound=routes.bound, kernels=self.kernels),)
 
     def _combine(self, ticket: Ticket) -> None:
         even = [self.block] * self.num_ranks
@@ -172,7 +178,7 @@ class Agrs(Dispatcher):
         token = torch.arange(self.block, dtype=torch.int32, device=parts.device)
         owner = torch.where(token < ticket.num_tokens, token, NO_ROUTE).repeat(self.num_ranks)
         block_start = torch.arange(self.num_ranks, dtype=torch.int32, device=parts.device) * self.block
-        return sum_rows(parts, owner, token[: ticket.num_tokens, None] + block_start)
+        return sum_rows(parts, owner, token[: ticket.num_tokens, None] + block_start, kernels=self.kernels)
 
 
 def _pad(tensor: Tensor, rows: int, value: int) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..config import DispatchConfig
 from ..faults import NUM_WORDS, Fault, raise_faults
-from ..permute import ExpertInput, SortedRoutes, gather_rows, make_offsets, sort_routes, sum_rows
+from ..permute import ExpertInput, SortedRoutes, gather_rows, regroup, sort_routes, sum_rows
 from ..routing import Routing
 from ..streams import InFlight
 from .base import Dispatcher
@@ -63,12 +63,13 @@ class All2All(Dispatcher):
         super().__init__(config, group)
 
     def _dispatch_preprocess(self, ticket: Ticket, x_TH: Tensor, routing: Routing) -> None:
-        routes = sort_routes(routing.expert_ids, self.config.num_experts)
+        routes = sort_routes(routing.expert_ids, self.config.num_experts, kernels=self.kernels)
         early, counts_RL = self._send_counts(ticket, routes.counts, self.status(routing))
         ticket.state = All2AllState(routes=routes, counts_RL=counts_RL, early=early)
+        slots = routes.positions.view(-1, 1)
         ticket.payload = (
-            gather_rows(x_TH, routes.row_token, routes.positions),
-            gather_rows(routing.weights.reshape(-1), routes.row_slot, routes.positions.view(-1, 1)),
+            gather_rows(x_TH, routes.row_token, routes.positions, bound=routes.bound, kernels=self.kernels),
+            gather_rows(routing.weights.reshape(-1), routes.row_slot, slots, bound=routes.bound, kernels=self.kernels),
         )
 
     def _send_counts(self, ticket: Ticket, counts_E: Tensor, status: Tensor) -> tuple[InFlight, Tensor]:
@@ -130,25 +131,27 @@ class All2All(Dispatcher):
         source_UH, weights_U = finish(state.flight, *ticket.payload)
         ticket.payload = ()
         host_counts = tuple(map(sum, zip(*state.recv_RL, strict=True)))
-        order, places = regroup(state.counts_RL, sum(host_counts))
+        order, places, offsets, tokens = regroup(state.counts_RL, sum(host_counts), kernels=self.kernels)
         ticket.state = replace(state, flight=None, order=order, places=places)
-        counts = state.counts_RL.sum(0)
         return ExpertInput(
             source=source_UH,
             row_index=order,
             positions=None if places is None else places.view(-1, 1),
             row_weights=weights_U
             if order is None or places is None
-            else gather_rows(weights_U, order, places.view(-1, 1)),
-            offsets=make_offsets(counts),
-            tokens_per_expert=counts.to(torch.int32),
+            else gather_rows(weights_U, order, places.view(-1, 1), kernels=self.kernels),
+            offsets=offsets,
+            tokens_per_expert=tokens,
             capacity=sum(host_counts),
             host_counts=host_counts,
+            kernels=self.kernels,
         )
 
     def _combine_preprocess(self, ticket: Ticket, y_NH: Tensor) -> None:
         order, places = ticket.state.order, ticket.state.places
-        ticket.payload = (y_NH if order is None else gather_rows(y_NH, places, order.view(-1, 1)),)
+        if order is not None and places is not None:
+            y_NH = gather_rows(y_NH, places, order.view(-1, 1), kernels=self.kernels)
+        ticket.payload = (y_NH,)
 
     def _combine(self, ticket: Ticket) -> None:
         state: All2AllState = ticket.state
@@ -162,29 +165,5 @@ class All2All(Dispatcher):
         state: All2AllState = ticket.state
         assert state.flight is not None, "no flight"
         (rows_SH,) = finish(state.flight, *ticket.payload)
-        return sum_rows(rows_SH, state.routes.row_token, state.routes.positions)
-
-
-def regroup(counts_RL: Tensor, num_rows: int) -> tuple[Tensor | None, Tensor | None]:
-    """Index of received rows (source, local expert) in the order (local expert, source), and its inverse.
-
-    Args:
-        counts_RL: int64 [R, L], rows from each source for each local expert.
-        num_rows: their sum, known on the host, so that no sync is needed.
-
-    Returns:
-        order int32 [N]: expert row n is received row order[n]; places int32 [N]: its inverse. (None, None) where
-        L = 1, since the received order is the expert order then.
-
-    Example: two sources, two experts, counts [[1, 2], [1, 0]]: received rows are experts 0, 1, 1 | 0,
-    so order = [0, 3, 1, 2] and places = [0, 2, 3, 1].
-    """
-    num_ranks, num_local = counts_RL.shape
-    if num_local == 1:
-        return None, None
-    experts = torch.arange(num_local, device=counts_RL.device).repeat(num_ranks)
-    expert = experts.repeat_interleave(counts_RL.reshape(-1), output_size=num_rows)
-    order = expert.argsort(stable=True)
-    places = torch.empty_like(order)
-    places[order] = torch.arange(num_rows, device=order.device)
-    return order.int(), places.int()
+        routes = state.routes
+        return sum_rows(rows_SH, routes.row_token, routes.positions, bound=routes.bound, kernels=self.kernels)

@@ -18,6 +18,7 @@ from ..config import DispatchConfig
 from ..eager import eager
 from ..errors import InputError, MoEError, ProtocolError
 from ..faults import Fault, FaultRecord, place_of, routing_status
+from ..ops import choose_kernels
 from ..permute import ExpertInput
 from ..routing import Routing
 from ..streams import CommStream, InFlight, LanePool, comm_stream
@@ -52,6 +53,7 @@ class Dispatcher(ABC):
         self.num_ranks = 1 if group is None else group.size()
         self.num_local = config.num_experts // self.num_ranks
         self.dtype: torch.dtype = getattr(torch, config.dtype)
+        self.kernels = choose_kernels(config, group)  # for tensors on a GPU; others are moved by torch
         self.lanes = LanePool(self.num_lane_ints)
         self._early_group = open_twin(group, "counts") if self.early_apart else group
         self._faults: FaultRecord | None = None
@@ -104,7 +106,8 @@ class Dispatcher(ABC):
     def describe(self) -> str:
         """One line on what runs, for the log."""
         ranks = "1 rank" if self.num_ranks == 1 else f"{self.num_ranks} ranks"
-        return f"{self.name} ({ranks}, {self.num_local} experts on each)"
+        movers = ", rows moved by CUDA kernels" if self.kernels else ""
+        return f"{self.name} ({ranks}, {self.num_local} experts on each{movers})"
 
     # what a caller uses
 

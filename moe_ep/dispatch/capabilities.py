@@ -124,6 +124,8 @@ def check_input(
             f"x is on {x_TH.device}, but the process group has no back end for it; "
             "init_process_group with 'nccl' for cuda, 'gloo' for cpu"
         )
+    if config.kernels == "cuda" and x_TH.device.type != "cuda":
+        raise InputError(f"x is on {x_TH.device}, kernels = 'cuda' move rows on a GPU only; set kernels = 'auto'")
     ids = routing.expert_ids
     if tuple(ids.shape) != (x_TH.shape[0], config.top_k):
         raise InputError(f"expert_ids must be [{x_TH.shape[0]}, {config.top_k}] (T, top_k), got {tuple(ids.shape)}")

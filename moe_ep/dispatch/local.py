@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..faults import Fault, raise_faults
-from ..permute import ExpertInput, SortedRoutes, gather_rows, make_offsets, sort_routes, sum_rows
+from ..permute import ExpertInput, SortedRoutes, gather_rows, sort_routes, sum_rows
 from ..routing import Routing
 from .base import Dispatcher
 from .capabilities import Capabilities
@@ -45,7 +45,8 @@ class Local(Dispatcher):
             raise_faults([(code, value, 0)], 0, ticket.where, self.config.num_experts)
         else:
             self.faults(x_TH.device).note(status, ticket.layer, ticket.micro_batch)
-        ticket.state = LocalState(routes=sort_routes(routing.expert_ids, self.config.num_experts))
+        routes = sort_routes(routing.expert_ids, self.config.num_experts, kernels=self.kernels)
+        ticket.state = LocalState(routes=routes)
         ticket.payload = (x_TH, routing.weights)
 
     def _dispatch(self, ticket: Ticket) -> None:
@@ -59,10 +60,17 @@ class Local(Dispatcher):
             source=x_TH,
             row_index=routes.row_token,
             positions=routes.positions,
-            row_weights=gather_rows(weights_TK.reshape(-1), routes.row_slot, routes.positions.view(-1, 1)),
-            offsets=make_offsets(routes.counts),
+            row_weights=gather_rows(
+                weights_TK.reshape(-1),
+                routes.row_slot,
+                routes.positions.view(-1, 1),
+                bound=routes.bound,
+                kernels=self.kernels,
+            ),
+            offsets=routes.offsets,
             tokens_per_expert=routes.counts.to(torch.int32),
             capacity=routes.row_token.numel(),
+            kernels=self.kernels,
         )
 
     def _combine_preprocess(self, ticket: Ticket, y_NH: Tensor) -> None:
@@ -74,4 +82,4 @@ class Local(Dispatcher):
     def _combine_postprocess(self, ticket: Ticket) -> Tensor:
         (y_NH,) = ticket.payload
         routes = ticket.state.routes
-        return sum_rows(y_NH, routes.row_token, routes.positions)
+        return sum_rows(y_NH, routes.row_token, routes.positions, bound=routes.bound, kernels=self.kernels)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ..config import DispatchConfig, nearest
 from ..errors import MoEError, RecipeError, Unavailable
+from ..ops import kernel_reasons
 from ..streams import forget_streams
 from .agreement import agree, check_group
 from .base import Dispatcher
@@ -118,7 +119,8 @@ def unavailable_reasons(config: DispatchConfig, group: dist.ProcessGroup | None)
     except (RecipeError, Unavailable) as err:
         return [str(err)]
     num_ranks = 1 if group is None else group.size()
-    return capability_reasons(cls.capabilities, config, num_ranks) or cls.unavailable_reasons(config, group)
+    reasons = capability_reasons(cls.capabilities, config, num_ranks) or cls.unavailable_reasons(config, group)
+    return reasons or kernel_reasons(config, group)
 
 
 def refusal(config: DispatchConfig, group: dist.ProcessGroup | None) -> MoEError | None:

@@ -218,7 +218,7 @@ class InPlaceOf(torch.autograd.Function):
 # the sums and their gradients
 
 
-def _sum_in_own_dtype(rows: Tensor, row_index: Tensor, positions: Tensor) -> Tensor:
+def _sum_in_own_dtype(rows: Tensor, row_index: Tensor, positions: Tensor, **_: object) -> Tensor:
     total = rows.new_zeros(positions.shape[0], rows.shape[1])
     for places in positions.unbind(1):
         total = total + rows[places.clamp_min(0)].masked_fill((places < 0)[:, None], 0)

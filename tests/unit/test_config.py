@@ -39,7 +39,8 @@ def test_every_field_that_both_have_is_handed_over() -> None:
     shared = {f.name for f in dataclasses.fields(MoEConfig)} & {f.name for f in dataclasses.fields(DispatchConfig)}
     changed = {
         "num_experts": 16, "top_k": 4, "hidden_size": 96, "dtype": "float64", "max_tokens": 7, "router": "grouped",
-        "num_groups": 4, "capacity_factor": 2.0, "num_sms": 3, "options": (("a", 1),),
+        "num_groups": 4, "capacity_factor": 2.0, "num_sms": 3, "kernels": "torch",
+        "options": (("a", 1),),
     }  # fmt: skip
     assert set(changed) == shared
     part = MoEConfig(**{**SIZES, **changed}).dispatch()

@@ -189,7 +189,7 @@ def test_no_topology(text: str) -> None:
 
 
 def test_links_are_shown_once_a_pair() -> None:
-    gpu = {"name": "GPU of a test", "memory_mib": 1024, "sm": "9.0", "sms": 132}
+    gpu = {"name": "GPU of a test", "memory_mib": 1024, "sm": "9.0", "sms": 132, "kernels": "built for sm_90a"}
     report = {
         **doctor.diagnose(),
         "gpus": [gpu, gpu],
@@ -197,5 +197,5 @@ def test_links_are_shown_once_a_pair() -> None:
         "links": machine.parse_topology(TOPOLOGY),
     }
     lines = doctor.to_text(report).splitlines()
-    assert "GPU 1       GPU of a test, 1024 MiB, compute capability 9.0, 132 SMs" in lines
+    assert "GPU 1       GPU of a test, 1024 MiB, compute capability 9.0, 132 SMs; kernels built for sm_90a" in lines
     assert [line for line in lines if line.startswith("GPU 0 - 1")] == ["GPU 0 - 1   NV18, peer access no"]

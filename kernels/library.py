@@ -1,0 +1,97 @@
+"""The compiled kernels of this process: found or built, loaded with ctypes, launched on torch's current stream."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .build import KernelError, arch_of, build, find_library, find_nvcc
+
+# Arguments of each C function: p pointer (a tensor or None), i int, l int64. The stream comes last of all.
+_POINTER, _INT, _LONG = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
+_CODES: dict[str, Any] = {"p": _POINTER, "i": _INT, "l": _LONG}
+SIGNATURES = {
+    "moe_ep_gather_rows": "ppppplill",
+    "moe_ep_sum_rows": "ipppplill",
+    "moe_ep_sort_routes": "ppppppppliiil",
+    "moe_ep_regroup_rows": "pliiippppll",
+}
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
+
+
+class Library:
+    """One loaded library, for one architecture."""
+
+    def __init__(self, path: str) -> None:
+        try:
+            self._dll = ctypes.CDLL(path)
+        except OSError as err:
+            raise KernelError(f"the kernel library cannot be loaded: {err}") from err
+        self._text = self._dll.moe_ep_error_text
+        self._text.argtypes, self._text.restype = [_INT], ctypes.c_char_p
+        self.functions = {name: self._bind(name, codes) for name, codes in SIGNATURES.items()}
+        workspace = self._dll.moe_ep_sort_workspace
+        workspace.argtypes, workspace.restype = [_LONG, _INT], _LONG
+        self.sort_workspace: Callable[[int, int], int] = workspace
+
+    def _bind(self, name: str, codes: str) -> Any:
+        function = getattr(self._dll, name)
+        function.argtypes = [*(_CODES[code] for code in codes), _POINTER]
+        function.restype = _INT
+        return function
+
+    def raise_error(self, name: str, error: int) -> None:
+        """KernelError with CUDA's own words."""
+        raise KernelError(f"{name} was refused by the device: {self._text(error).decode()} (CUDA error {error})")
+
+
+@functools.cache
+def library(index: int) -> Library:
+    """The library for GPU `index`, built at first use.
+
+    Raises:
+        KernelError: it can be neither found nor built nor loaded.
+    """
+    return Library(str(build(arch_of(torch.cuda.get_device_capability(index)))))
+
+
+@functools.cache
+def missing(index: int) -> str | None:
+    """Why GPU `index` cannot run the kernels, in one sentence, or None. Builds them if need be."""
+    try:
+        library(index)
+    except KernelError as err:
+        return " ".join(str(err).split())
+    return None
+
+
+def state(capability: tuple[int, int]) -> str:
+    """One line for a report on what a GPU of that compute capability gets, without building anything."""
+    arch = arch_of(capability)
+    if find_library(arch) is not None:
+        return f"built for {arch}"
+    return f"not built for {arch} yet; nvcc is {'there' if find_nvcc() else 'missing, so torch moves the rows'}"
+
+
+def launch(name: str, anchor: Tensor, *arguments: Any) -> None:
+    """Call a C function on the anchor's device and torch's current stream there. Tensors stand for their addresses.
+
+    Raises:
+        KernelError: the launch failed.
+    """
+    index: int = anchor.device.index
+    lib = library(index)
+    raw = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
+    stream = torch.cuda.current_stream(index).cuda_stream
+    if index == torch.cuda.current_device():
+        error = lib.functions[name](*raw, stream)
+    else:
+        with torch.cuda.device(index):
+            error = lib.functions[name](*raw, stream)
+    if error != 0:
+        lib.raise_error(name, error)

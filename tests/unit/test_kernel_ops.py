@@ -1,0 +1,99 @@
+"""The kernels' references, which are also the ops on a CPU: against the package's own torch code, and by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from moe_ep.kernels.routes import regroup_rows, sort_routes
+from moe_ep.kernels.rows import gather_rows, sum_rows
+
+from moe_ep.permute import gather_rows as torch_gather
+from moe_ep.permute import regroup as torch_regroup
+from moe_ep.permute import sort_routes as torch_sort
+from moe_ep.permute import sum_rows as torch_sum
+
+from .test_permute import integers, routings
+
+
+@given(routing=routings())
+def test_sort_agrees_with_the_torch_path(routing: tuple[torch.Tensor, int]) -> None:
+    ids, num_experts = routing
+    want = torch_sort(ids, num_experts)
+    row_token, row_slot, positions, counts, offsets, num_bad = sort_routes(ids, num_experts, 1)
+    for one, other in (
+        (row_token, want.row_token), (row_slot, want.row_slot), (positions, want.positions),
+        (counts, want.counts), (offsets, want.offsets),
+    ):  # fmt: skip
+        assert one.dtype == other.dtype and torch.equal(one, other)
+    assert num_bad.item() == 0
+
+
+@given(routing=routings(), alignment=st.integers(1, 5))
+def test_alignment_pads_every_expert(routing: tuple[torch.Tensor, int], alignment: int) -> None:
+    ids, num_experts = routing
+    row_token, row_slot, positions, counts, offsets, _ = sort_routes(ids, num_experts, alignment)
+    plain = torch_sort(ids, num_experts)
+    assert all(start % alignment == 0 for start in offsets.tolist())
+    ends = [*offsets.tolist()[1:]]
+    for expert, (start, end, count) in enumerate(zip(offsets.tolist(), ends, counts.tolist(), strict=False)):
+        first = int(plain.offsets[expert])
+        assert row_slot[start : start + count].tolist() == plain.row_slot[first : first + count].tolist()
+        assert row_slot[start + count : end].tolist() == [-1] * (end - start - count)
+        assert end - start - count < alignment
+    assert row_slot[offsets[-1] :].tolist() == [-1] * (row_slot.numel() - int(offsets[-1]))
+    assert [slot for slot in row_slot.tolist() if slot >= 0] == [s for s in plain.row_slot.tolist() if s >= 0]
+    flat = positions.flatten().tolist()
+    assert all(row_slot[place] == slot for slot, place in enumerate(flat) if place >= 0)
+    assert (row_token >= 0).tolist() == (row_slot >= 0).tolist()
+
+
+def test_bad_ids_are_counted_and_have_no_route() -> None:
+    _, _, positions, counts, _, num_bad = sort_routes(torch.tensor([[5, 0], [-7, -1]]), 2, 1)
+    assert (positions.tolist(), counts.tolist(), num_bad.item()) == ([[-1, 0], [-1, -1]], [1, 0], 2)
+
+
+@given(st.lists(st.lists(st.integers(0, 3), min_size=3, max_size=3), min_size=1, max_size=4))
+def test_regroup_agrees_with_the_torch_path(counts: list[list[int]]) -> None:
+    counts_RL = torch.tensor(counts)
+    total = int(counts_RL.sum())
+    want = torch_regroup(counts_RL, total)
+    for one, other in zip(regroup_rows(counts_RL, total, 1), want, strict=True):
+        assert other is not None and one.dtype == other.dtype and torch.equal(one, other)
+
+
+def test_regroup_with_padding() -> None:
+    order, places, offsets, tokens = regroup_rows(torch.tensor([[1, 2], [0, 2]]), 5, 2)
+    assert order.tolist() == [0, -1, 1, 2, 3, 4, -1]
+    assert places.tolist() == [0, 2, 3, 4, 5]
+    assert (offsets.tolist(), tokens.tolist()) == ([0, 2, 6], [2, 4])
+
+
+@given(routing=routings(), dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.float64]))
+def test_rows_move_as_on_the_torch_path(routing: tuple[torch.Tensor, int], dtype: torch.dtype) -> None:
+    ids, num_experts = routing
+    routes = torch_sort(ids, num_experts)
+    x = integers(ids.shape[0], 3, seed=1, dtype=dtype)
+    rows = torch.randn(ids.numel(), 3, generator=torch.Generator().manual_seed(2)).to(dtype)
+    args = (routes.row_token, routes.positions)
+    assert torch.equal(gather_rows(x, *args, None), torch_gather(x, *args))
+    assert torch.equal(sum_rows(rows, routes.positions, None), torch_sum(rows, *args))
+
+
+def test_the_bound_cuts_what_is_read() -> None:
+    rows = torch.tensor([[1.0], [2.0], [float("nan")]])
+    positions, index = torch.tensor([[0, 2], [1, -1]], dtype=torch.int32), torch.tensor([0, 1, 0], dtype=torch.int32)
+    bound = torch.tensor([2], dtype=torch.int32)
+    assert sum_rows(rows, positions, bound).tolist() == [[1.0], [2.0]]
+    assert gather_rows(torch.tensor([[3.0], [4.0]]), index, positions, bound).tolist()[:2] == [[3.0], [4.0]]
+
+
+@pytest.mark.parametrize("tests", [("test_schema", "test_faketensor")])
+def test_ops_obey_their_schemas_and_fakes(tests: tuple[str, ...]) -> None:
+    index, positions = torch.tensor([1, -1, 0]), torch.tensor([[2, -1], [0, -1]])
+    check = torch.library.opcheck
+    check(gather_rows, (torch.randn(2, 5), index, positions, None), test_utils=tests)
+    check(sum_rows, (torch.randn(3, 5), positions, torch.tensor([2], dtype=torch.int32)), test_utils=tests)
+    check(sort_routes, (torch.tensor([[0, 4], [-1, 2]]), 3, 4), test_utils=tests)
+    check(regroup_rows, (torch.tensor([[1, 2], [0, 4]]), 7, 2), test_utils=tests)
