@@ -24,7 +24,7 @@ from .capabilities import capability_reasons
 from .twin import close_twins
 
 ENTRY_POINTS = "moe_ep.dispatchers"
-_BUILT_IN = {"local": ".local", "all2all": ".all2all", "agrs": ".agrs"}
+_BUILT_IN = {"local": ".local", "all2all": ".all2all", "agrs": ".agrs", "deepep": ".deepep"}
 _classes: dict[str, type[Dispatcher]] = {}
 _adopted: set[str] = set()  # names whose entry point has been loaded
 _built: dict[tuple[DispatchConfig, dist.ProcessGroup | None], Dispatcher] = {}

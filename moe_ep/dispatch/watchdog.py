@@ -42,11 +42,16 @@ class Watchdog:
         name: of the dispatcher, for messages.
         rank, num_ranks: of this rank in its group.
         timeout_s: a communication older than that is overdue.
+
+    Attributes:
+        last_ended: number and words of the last communication that ended.
+        broken: set by whoever saw one fail: the ranks are not in step any more, so no further collective can work.
     """
 
     def __init__(self, name: str, rank: int, num_ranks: int, timeout_s: float) -> None:
         self.name, self.rank, self.num_ranks, self.timeout_s = name, rank, num_ranks, timeout_s
         self.last_ended = "none"
+        self.broken = False
         self._issued: collections.deque[Issued] = collections.deque()
         self._number = 0
         self._wake = threading.Condition()

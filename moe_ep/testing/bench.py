@@ -32,7 +32,7 @@ class Pass:
 class Report:
     """What one rank did in a case.
 
-    `refusal`: why the dispatcher could not be built. `repeats`: whether it promises the same bits again.
+    `refusal`: why the dispatcher could not be built, or refused the first micro-batch. `repeats`: whether it promises the same bits again.
     """
 
     passes: list[Pass] = field(default_factory=list)
@@ -165,8 +165,9 @@ def snapshot(inp: ExpertInput) -> dict[str, Any]:
     offsets = inp.offsets.tolist()
     with torch.no_grad():
         return {
-            "rows": inp.rows()[: offsets[-1]].cpu(),
-            "weights": inp.row_weights[: offsets[-1]].detach().cpu(),
+            # clones: a view of what a back end hands over as it is would keep its whole graph
+            "rows": inp.rows()[: offsets[-1]].clone().cpu(),
+            "weights": inp.row_weights[: offsets[-1]].clone().cpu(),
             "offsets": offsets,
             "counts": inp.tokens_per_expert.tolist(),
             "capacity": (inp.capacity, inp.rows().shape[0], inp.row_weights.shape[0]),

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from .oracle import ConstantExperts, OracleExperts, RankInput, SwiGLUExperts
 
 INNER = 3
 LAYER = 3
+ABOUT_ROWS = frozenset({"float16", "float64", "odd-hidden", "odd-hidden-bfloat16", "hidden-1"})
 
 Layout = Literal["plain", "transposed", "slice"]
 Grads = Literal["all", "weights", "x", "none", "first_rank"]
@@ -44,6 +45,7 @@ class Case:
             "powers" of two down to 1/64, with which rows are exact in bfloat16 while sums of them need float32.
         group: False: no process group at all (one rank).
         config: further fields of DispatchConfig, as pairs.
+        exact: whether constant experts are judged with a bound of zero.
     """
 
     name: str
@@ -64,6 +66,7 @@ class Case:
     weights: Literal["random", "tiny", "eighths", "powers"] = "random"
     group: bool = True
     config: tuple[tuple[str, object], ...] = ()
+    exact: bool = True
 
     @property
     def max_tokens(self) -> int:
@@ -88,6 +91,29 @@ class Case:
         if micro_batch == 0 or not any(self.tokens):
             return base
         return (base + 3 * micro_batch) % (max(self.tokens) + 5)
+
+
+def fitted(case: Case, dtype: str, hidden: int, options: tuple[tuple[str, object], ...] = ()) -> Case:
+    """The case for a back end of one dtype and few hidden sizes: the same routing, order and misuse, other rows.
+
+    Cases that are about a dtype or a hidden size stay as they are, so that the back end's refusal is seen. Small whole
+    numbers that were exact in float32 are judged with the derived bound, since sums of them round in `dtype`.
+
+    Args:
+        case: one of CASES.
+        dtype: takes the place of float32.
+        hidden: takes the place of the suite's common hidden size.
+        options: back-end keys, put before the case's own.
+    """
+    given = dict(case.config)
+    own: Any = given.get("options", ())
+    config = tuple(given.items()) if not options else (*(given | {"options": tuple(sorted((*options, *own)))}).items(),)
+    if case.name.split("/")[0] in ABOUT_ROWS:
+        return replace(case, config=config)
+    wide = case.dtype == "float32"
+    return replace(
+        case, dtype=dtype if wide else case.dtype, hidden=hidden, config=config, exact=case.exact and not wide
+    )
 
 
 def make_experts(case: Case) -> OracleExperts:

@@ -17,8 +17,10 @@
         "experts-not-divisible/R4": "num_experts = 6 is not divisible by the 4 ranks",
     }
 
-`refusal` is a piece of the text with which your dispatcher refuses a case at construction, "" where it must run; for
-the dispatchers of this package `table.TABLE` holds it. `modules` are imported on every rank: they register the name.
+`refusal` is a piece of the text with which your dispatcher refuses a case, at construction or (where it depends on
+values) with the first micro-batch, "" where it must run; for the dispatchers of this package `table.TABLE` and
+`table_deepep.DEEPEP` hold it. `fitted` makes cases for a back end of one dtype and few hidden sizes. `modules` are
+imported on every rank: they register the name.
 
 What is held in every case: results and all gradients against a float64 oracle within derived bounds; the rows that the
 experts see, bit for bit and in order, their counts, offsets and weights; LayoutStats; the same bits again in poisoned
@@ -32,12 +34,12 @@ from collections.abc import Sequence
 
 from .bench import Report
 from .case_list import CASES
-from .cases import Case
+from .cases import Case, fitted
 from .drivers import run_case
 from .judge import judge
 from .ranks import RankPool
 
-__all__ = ["CASES", "Case", "check", "find_problems"]
+__all__ = ["CASES", "Case", "check", "find_problems", "fitted"]
 
 CASE_TIMEOUT_S = 60.0
 

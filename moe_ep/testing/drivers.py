@@ -6,7 +6,6 @@ compared with the oracle here: `judge.py` does that in the parent, after all ran
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import weakref
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from ..dispatch import build_dispatcher, close_dispatchers
-from ..errors import RecipeError, Unavailable
+from ..errors import MoEError, RecipeError, Unavailable
 from .bench import Bench, MicroBatch, Report
 from .cases import Case
 from .expert_rows import leave_nan_behind, poisoned_allocations
@@ -161,9 +160,13 @@ def run_case(
     except (RecipeError, Unavailable) as err:
         return Report(refusal=f"{type(err).__name__}: {err}")
     bench = Bench(case, dispatcher, rank, where)
-    with contextlib.closing(dispatcher):
+    try:
         DRIVERS[case.driver](bench)
-    close_dispatchers(ep_group)
+    except MoEError as err:  # what a back end refuses by its values, it refuses with the first micro-batch
+        bench.report.refusal = f"{type(err).__name__}: {err}"
+    finally:
+        dispatcher.close()
+        close_dispatchers(ep_group)
     return bench.report
 
 

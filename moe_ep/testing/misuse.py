@@ -73,7 +73,7 @@ FAULTS: dict[str, tuple[Callable[[MicroBatch], None], type[MoEError], str]] = {
     "bad_id": (lambda b: _bad_ids(b, b.num_experts), InputError, "1 expert ids lie outside"),
     "bad_negative_id": (lambda b: _bad_ids(b, -2), InputError, "1 expert ids lie outside"),
     "too_many_tokens": (_too_many, CapacityError, "tokens are more than max_tokens ="),
-    "wrong_hidden": (lambda b: _set(b, x=b.x.detach()[:, 1:]), InputError, "x must be [T, 8]"),
+    "wrong_hidden": (lambda b: _set(b, x=b.x.detach()[:, 1:]), InputError, "x must be [T, "),
     "wrong_dtype": (lambda b: _set(b, x=b.x.detach().half()), InputError, "x is torch.float16"),
     "wrong_top_k": (_wider, InputError, "expert_ids must be ["),
     "wrong_num_experts": (lambda b: _set(b, num_experts=b.num_experts + 1), InputError, "the routing has 9 experts"),

@@ -1,0 +1,243 @@
+"""`deepep`: DeepEP's kernels between GPUs of one host, one row per token and destination rank each way."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..config import DispatchConfig
+from ..faults import NUM_WORDS, Fault, raise_faults, routing_status
+from ..machine import loaded_nccl
+from ..permute import ExpertInput, gather_rows, make_offsets, sum_rows
+from ..routing import NO_ROUTE, Routing
+from . import deepep_library as found
+from .base import Dispatcher
+from .capabilities import Capabilities
+from .deepep_library import settings
+from .deepep_link import Link
+from .deepep_rows import ExpertRows
+from .deepep_transfer import CombineTransfer, DispatchTransfer, Words
+from .deepep_v1 import V1Link
+from .deepep_v2 import V2Link
+from .preflight import preflight
+from .registry import register_dispatcher
+from .ticket import Ticket
+from .transfer import Flight, finish, start
+from .watchdog import Watchdog, group_timeout_s
+
+NOTES = (
+    "api v1 is deep_ep.Buffer: 2, 4 or 8 GPUs of one host, hidden sizes that are multiples of 16 up to 8176 "
+    "(intranode.cu), at most 128 experts per rank (notify_dispatch)",
+    "api v2 is deep_ep.ElasticBuffer: one NVLink domain, hidden sizes that are multiples of 256 (combine.cuh), at most "
+    "2048 experts and 256 per rank (layout.cuh), no expert twice in a token (dispatch_copy_epilogue.cuh), kernels "
+    "compiled by nvcc at first use",
+    "both sum in combine over bfloat16 rows only (SWITCH_TYPES, combine.cuh), and over at most 32 experts a token",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeepEPState:
+    """Ids and words to send; then the transfer and its flight; then the index of expert rows."""
+
+    ids: Tensor | None = None
+    words: Words | None = None
+    transfer: DispatchTransfer | None = None
+    handle: Any = None
+    rows: ExpertRows | None = None
+    flight: Flight | None = None
+
+
+@register_dispatcher("deepep")
+class DeepEP(Dispatcher):
+    """A token travels once to each rank that holds experts of it; what they compute for it is summed there first.
+
+    One buffer for all layers and micro-batches of a (configuration, group), sized here; what tells calls apart, the
+    library's handle, stays with the ticket. Backward of combine is a dispatch along the handle, backward of dispatch a
+    combine that carries the weights' gradients too.
+
+    Order of sums: a rank sums a token's local routes with k ascending in float32 and rounds to bfloat16 for the trip;
+    home adds the ranks' partial sums in float32, rank ascending (v1) or in the order of k (v2), and rounds once more.
+    With `expand` the library makes the first sum, in the same precision.
+    Kept for backward: 13 T R + 16 U K + 4 N bytes of integers (v1), 8 T K + 16 U K + 12 N (v2), and the U received
+    rows where the experts keep them.
+    """
+
+    name: ClassVar[str] = "deepep"
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        devices=("cuda",),
+        dtypes=("bfloat16",),
+        rank_counts=(2, 3, 4, 5, 6, 7, 8),
+        hidden_multiple=16,
+        max_top_k=32,
+        options=("api", "expand"),
+        host_syncs=1,
+        uses_num_sms=True,
+        packages=("tokenspeed-deepep",),
+        notes=NOTES,
+    )
+
+    def __init__(self, config: DispatchConfig, group: dist.ProcessGroup | None) -> None:
+        assert group is not None, "unavailable_reasons lets no one pass without a group"
+        self.num_lane_ints = NUM_WORDS * group.size()
+        super().__init__(config, group)
+        self.ep_group = group
+        self.api, self.expand, self.num_sms = settings(config)
+        self.device = self._own_device()
+        timeout_s = group_timeout_s(group, self.device)
+        self._preflight()
+        self.link = self._make_link(timeout_s)
+        self._say_memory()
+        self.link.open()
+        self.watchdog = Watchdog(self.describe(), self.rank, self.num_ranks, timeout_s)
+
+    @classmethod
+    def load_library(cls) -> tuple[Any, str]:
+        """The module and "", or None and why it is not there."""
+        return found.load()
+
+    @classmethod
+    def machine_reasons(cls, api: str, num_sms: int) -> list[str]:
+        """What this machine lacks, sentences."""
+        return found.machine_reasons(api, num_sms)
+
+    @classmethod
+    def findings(cls) -> list[str]:
+        """Which library was found and what it offers, for `doctor`."""
+        return found.findings()
+
+    @classmethod
+    def unavailable_reasons(cls, config: DispatchConfig, group: dist.ProcessGroup | None) -> list[str]:
+        """Options, then the library, then this machine, then the configuration against the library's limits."""
+        api, expand, num_sms = settings(config)
+        reasons = found.option_reasons(api, expand, num_sms)
+        if reasons:
+            return reasons
+        library, why = cls.load_library()
+        reasons = found.library_reasons(library, why, api)
+        reasons = reasons or cls.machine_reasons(api, num_sms)
+        num_ranks = 2 if group is None else group.size()
+        if not reasons:
+            reasons = found.limit_reasons(library, api, config, num_ranks)
+        return reasons
+
+    def describe(self) -> str:
+        """One line on what runs, for the log."""
+        form = ", expanded rows" if self.expand else ""
+        return f"{super().describe()}, api {self.api}{form}, {self.num_sms} SMs, {self.link.num_bytes / 2**20:.0f} MiB"
+
+    def close(self) -> None:
+        """Free the buffer; collective. After a lost rank the library's barrier would only wait, so it is left out."""
+        if self.closed:
+            return
+        super().close()
+        self.watchdog.close()
+        if not self.watchdog.broken:
+            self.link.close()
+
+    # stages
+
+    def _dispatch_preprocess(self, ticket: Ticket, x_TH: Tensor, routing: Routing) -> None:
+        status = routing_status(routing, duplicates=self.api == "v1")
+        # with a fault nothing is routed: the library checks no ids, or traps on the device
+        ids = torch.where(status[0] > 0, NO_ROUTE, routing.expert_ids).contiguous()
+        ticket.state = DeepEPState(ids=_at_least_one(ids, NO_ROUTE), words=self._words(ticket, status))
+        ticket.payload = (_at_least_one(x_TH, 0), _at_least_one(routing.weights, 0))
+
+    def _words(self, ticket: Ticket, status: Tensor) -> Words:
+        assert ticket.lane is not None, "no lane"
+        return Words(self.words(ticket, status.long()), ticket.lane.host, self.ep_group)
+
+    def _announce(self, ticket: Ticket, device: torch.device, code: Fault, value: int) -> None:
+        ticket.lend(*self.lanes.borrow(ticket, self.device))
+        shape = (1, self.config.top_k)
+        ids = torch.full(shape, NO_ROUTE, device=self.device)
+        x_TH = torch.zeros((1, self.config.hidden_size), dtype=self.dtype, device=self.device)
+        words = self._words(ticket, torch.tensor([int(code), value], device=self.device))
+        transfer = DispatchTransfer(self.link, self.watchdog, f"fault of {ticket.where}", ids, words)
+        payload = x_TH, torch.zeros(shape, device=self.device)
+        launched = self.comm(self.device).launch("fault", lambda: transfer.forward(payload), keep=payload)
+        launched.wait_on_host()
+
+    def _dispatch(self, ticket: Ticket) -> None:
+        state: DeepEPState = ticket.state
+        assert state.ids is not None and state.words is not None, "no ids"
+        what = f"dispatch of {ticket.where}"
+        transfer = DispatchTransfer(self.link, self.watchdog, what, state.ids, state.words)
+        flight = Flight(transfer, self.comm(self.device), what)
+        ticket.payload = start(flight, *ticket.payload)
+        if ticket.lane is not None:
+            ticket.lane.event = state.words.event
+        raise_faults(state.words.read(), self.rank, ticket.where, self.config.num_experts)
+        ticket.state = DeepEPState(transfer=transfer, flight=flight)
+
+    def _dispatch_postprocess(self, ticket: Ticket) -> ExpertInput:
+        state: DeepEPState = ticket.state
+        assert state.flight is not None and state.transfer is not None, "no flight"
+        source_UH, weights = finish(state.flight, *ticket.payload)
+        ticket.payload = ()
+        received, state.transfer.received = state.transfer.received, None
+        assert received is not None, "nothing received"
+        rows = received.index()
+        ticket.state = DeepEPState(handle=received.handle, rows=rows)
+        counts = received.counts if rows is None else rows.counts
+        assert counts is not None, "no counts"
+        return ExpertInput(
+            source=source_UH,
+            row_index=None if rows is None else rows.row_index,
+            positions=None if rows is None else rows.positions,
+            row_weights=weights
+            if rows is None
+            else gather_rows(weights.reshape(-1), rows.weight_index, rows.weight_positions),
+            offsets=make_offsets(counts),
+            tokens_per_expert=counts.to(torch.int32),
+            capacity=sum(received.host_counts),
+            host_counts=received.host_counts,
+        )
+
+    def _combine_preprocess(self, ticket: Ticket, y_NH: Tensor) -> None:
+        rows: ExpertRows | None = ticket.state.rows
+        ticket.payload = (y_NH if rows is None else sum_rows(y_NH, rows.row_index, rows.positions),)
+        ticket.state = replace(ticket.state, rows=None)
+
+    def _combine(self, ticket: Ticket) -> None:
+        what = f"combine of {ticket.where}"
+        transfer = CombineTransfer(self.link, self.watchdog, what, ticket.state.handle)
+        flight = Flight(transfer, self.comm(self.device), what)
+        ticket.payload = start(flight, *ticket.payload)
+        ticket.state = DeepEPState(flight=flight)
+
+    def _combine_postprocess(self, ticket: Ticket) -> Tensor:
+        (y_TH,) = finish(ticket.state.flight, *ticket.payload)
+        return y_TH[: ticket.num_tokens]
+
+    # construction
+
+    @classmethod
+    def _own_device(cls) -> torch.device:
+        return torch.device("cuda", torch.cuda.current_device())
+
+    def _preflight(self) -> None:
+        versions = {"deep_ep": found.distribution(), "NCCL": loaded_nccl(), "torch": torch.__version__}
+        equal = {**asdict(self.config), **versions}
+        preflight(f"dispatcher {self.config.name!r}", equal, (), self.ep_group, one_host=True)
+
+    def _make_link(self, timeout_s: float) -> Link:
+        library, _ = self.load_library()
+        if self.api == "v1":
+            return V1Link(library, self.config, self.ep_group, self.num_sms)
+        return V2Link(library, self.config, self.ep_group, self.num_sms, self.expand, timeout_s)
+
+    def _say_memory(self) -> None:
+        if self.rank == 0:
+            print(f"moe_ep: allocates for {self.describe()} on each GPU", file=sys.stderr, flush=True)
+
+
+def _at_least_one(tensor: Tensor, value: int) -> Tensor:
+    """A token without routes in place of no token: it travels nowhere, and the library meets no empty tensor."""
+    return pad(tensor, (0, 0, 0, 1), value=value) if tensor.shape[0] == 0 else tensor
