@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 
 Interval = tuple[float, float]
 
@@ -29,23 +29,19 @@ def total(intervals: Iterable[Interval]) -> float:
     return sum(end - start for start, end in intervals)
 
 
-def difference(first: Iterable[Interval], second: Iterable[Interval]) -> list[Interval]:
+def difference(first: Iterable[Interval], second: Sequence[Interval]) -> list[Interval]:
     """What the first set has and the second has not.
 
     Example: difference([(0, 10)], [(2, 3), (8, 12)]) = [(0, 2), (3, 8)].
     """
-    holes = list(second)
     left: list[Interval] = []
-    done = 0  # holes that lie before every interval to come
     for start, end in first:
-        while done < len(holes) and holes[done][1] <= start:
-            done += 1
-        for hole_start, hole_end in itertools.islice(holes, done, None):
-            if hole_start >= end:
-                break
-            if hole_start > start:
-                left.append((start, hole_start))
-            start = max(start, hole_end)
+        place = bisect_right(second, start, key=lambda hole: hole[1])
+        while place < len(second) and second[place][0] < end:
+            if second[place][0] > start:
+                left.append((start, second[place][0]))
+            start = max(start, second[place][1])
+            place += 1
         if start < end:
             left.append((start, end))
     return left

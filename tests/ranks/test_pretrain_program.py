@@ -22,6 +22,7 @@ from recipes.metrics import Row
 from recipes.recipe import load_recipe
 from tests.ranks.launch import PROGRAM, run, start
 from tests.ranks.small_recipe import write
+from tools import overlap_report
 
 WORLD = 4
 TIMES = ("tokens_per_s", "tflops_per_rank", "step_s", "data_s", "peak_mib", "eta_s")
@@ -66,6 +67,22 @@ def test_the_run_folder_holds_what_a_run_leaves(unbroken):
     environment = json.loads((left / "env.json").read_text())
     assert doctor.machine().keys() <= environment.keys()
     assert len(environment["corpus"]["sha256"]) == 64
+
+
+def test_its_traces_can_be_reported_on(unbroken, capsys):
+    folder, _ = unbroken
+    traces = [str(folder / f"runs/small/trace/rank{rank}.json") for rank in range(WORLD)]
+    assert overlap_report.main(traces) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"{WORLD} rank(s), CPU ranks over gloo, whose times are not performance; steps 3; rank ")
+    assert "hidden share of rank " in out
+    sent = r"2( +\d+\.\d{3}){2,3} "  # of two micro-batches: computation, if any; communication, its exposed part
+    for layer in range(2):
+        for way in ("fwd", "bwd"):
+            for stage in ("attention", "route", "experts"):
+                assert re.search(rf"^ *{layer}  {way} +{stage} +\d+\.\d{{3}}", out, re.M), (layer, way, stage)
+            for stage in ("exchange of counts",) * (way == "fwd") + ("dispatch", "combine"):
+                assert re.search(rf"^ *{layer}  {way} +{stage} +{sent}", out, re.M), (layer, way, stage)
 
 
 def test_rows_have_exactly_the_documented_keys(unbroken):
