@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from moe_ep.errors import MoEError, Unavailable
+from moe_ep.tracing import step_range
 
 from .bench_case import BOTH, Case, Figure, need_grad
 from .bench_check import Check, merge_checks
@@ -146,22 +147,21 @@ class StackCase(Case):
         self.stack.use(self.dispatcher, self.plan.reserve_sms)
         self.stack.script(pieces)
         self.tap.iteration = iteration
-        if self.plan.variant == "communication":
-            self._communicate(pieces, watch)
-        else:
-            self.tap.noting = self.plan.real and (self.plan.interleaved or self.plan.num == 1)
-            with self.tap.silenced(not self.plan.real):
-                self._compute(pieces, watch)
+        if self.plan.real:
+            self.tap.noting = self.plan.interleaved or self.plan.num == 1
+            self._compute(pieces, watch)
             self.tap.noting = False
-        self.tap.forget()
+        else:
+            self._apart(pieces, watch)
         self._expect_counts(pieces)
 
     def _compute(self, pieces: list[Piece], watch: Stopwatch) -> None:
         with torch.set_grad_enabled(self.backward):
             xs = [piece.x.detach().requires_grad_(self.backward) for piece in pieces]
-            watch.begin()
             groups = [range(len(pieces))] if self.plan.interleaved else [range(i, i + 1) for i in range(len(pieces))]
-            ys = [y for group in groups for y in self._group([pieces[i] for i in group], [xs[i] for i in group])]
+            watch.begin()
+            with step_range(self.tap.iteration):
+                ys = [y for group in groups for y in self._group([pieces[i] for i in group], [xs[i] for i in group])]
             watch.mark("step")
         if self.backward:
             self.left.dxs = [need_grad(x, "the stack", "x") for x in xs]
@@ -184,13 +184,21 @@ class StackCase(Case):
             torch.autograd.backward(ys, [piece.dy for piece in pieces])
         return ys
 
-    def _communicate(self, pieces: list[Piece], watch: Stopwatch) -> None:
-        """Prepare what is to be sent by a silent run, which is not timed, and send it."""
-        with self.tap.silenced(True):
-            self._compute(pieces, Untimed())
-        watch.begin()
-        self.tap.send_held_back()
-        watch.mark("step")
+    def _apart(self, pieces: list[Piece], watch: Stopwatch) -> None:
+        """Computation alone; or what it would have sent, prepared by a run that is not timed."""
+        alone = self.plan.variant == "compute"
+        try:
+            with self.tap.silenced(keep=not alone):
+                self._compute(pieces, watch if alone else Untimed())
+        except (AssertionError, AttributeError, TypeError) as err:
+            reason = str(err) or type(err).__name__
+            raise Unavailable(f"dispatcher {self.name!r} cannot compute without its transfers: {reason}") from err
+        if not alone:
+            watch.begin()
+            with step_range(self.tap.iteration):
+                self.tap.send_held_back()
+            watch.mark("step")
+            self.tap.forget()
 
     def _trained(self) -> list[tuple[str, Tensor]]:
         return [(n, p) for n, p in self.stack.parameters() if self.plan.level == STEP or not n.startswith("head.")]

@@ -30,21 +30,22 @@ class TappedComm(CommStream):
 
     Attributes:
         iteration: what shapes are noted under, and taken from where silent.
-        noting, silent: see above; neither: everything passes.
+        noting: see above.
     """
 
     def __init__(self, real: CommStream) -> None:
         self.device, self.group, self.stream, self._real = real.device, real.group, real.stream, real
         self.iteration = -1
-        self.noting = self.silent = False
+        self.noting = self._silent = self._keeping = False
         self._forms: dict[tuple[int, str], list[Form]] = {}
         self._held_back: list[tuple[str, Launch, Sequence[Any]]] = []
         self._stock: dict[torch.dtype, Tensor] = {}
 
     def launch(self, what: str, fn: Launch, keep: Sequence[Any] = ()) -> InFlight:
         """See CommStream."""
-        if self.silent:
-            self._held_back.append((what, fn, keep))
+        if self._silent:
+            if self._keeping:
+                self._held_back.append((what, fn, keep))
             if not what.startswith(_COUNTS):
                 return InFlight(what, self._stand_in(what), [], None, keep)
         flight = self._real.launch(what, fn, keep)
@@ -53,13 +54,13 @@ class TappedComm(CommStream):
         return flight
 
     @contextlib.contextmanager
-    def silenced(self, silent: bool) -> Iterator[None]:
-        """Silent inside, if asked; what is held back stays until `forget`."""
-        self.silent = silent
+    def silenced(self, *, keep: bool = False) -> Iterator[None]:
+        """Silent inside. `keep`: what is held back stays until `forget`, to be sent."""
+        self._silent, self._keeping = True, keep
         try:
             yield
         finally:
-            self.silent = False
+            self._silent = self._keeping = False
 
     def send_held_back(self) -> None:
         """Send what was silent, in its order."""
