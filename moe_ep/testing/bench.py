@@ -32,7 +32,8 @@ class Pass:
 class Report:
     """What one rank did in a case.
 
-    `refusal`: why the dispatcher could not be built, or refused the first micro-batch. `repeats`: whether it promises the same bits again.
+    `refusal`: why the dispatcher could not be built, or refused the first micro-batch. `repeats`: whether it promises
+    the same bits again.
     """
 
     passes: list[Pass] = field(default_factory=list)
