@@ -113,11 +113,11 @@ def domino_values(found: Measured, beside: Sequence[Measured]) -> dict[str, Any]
     values: dict[str, Any] = {
         "floor_us": None if floor_us is None else round(floor_us, 2),
         "ratio": None if floor_us is None else round(p50 / floor_us, 4),
-        "comm_us": _rounded(found.most(COMM)), "exposed_us": _rounded(found.most(EXPOSED)),
         "gemm_us": _rounded(found.most(GEMM)),
     }  # fmt: skip
     if plan.real:
         ranks = found.ranks
+        values |= {"comm_us": _rounded(found.most(COMM)), "exposed_us": _rounded(found.most(EXPOSED))}
         values["hidden_share"] = _share(1 - ranks[:, EXPOSED] / ranks[:, COMM])
         if "compute" in alike:
             values["gemm_rate"] = _share(alike["compute"].ranks[:, GEMM] / ranks[:, GEMM])

@@ -122,3 +122,35 @@ def test_files_that_say_nothing_are_refused(first: str, tmp_path: Path, capsys: 
 def test_cpu_figures_are_labelled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([write(tmp_path / "a.jsonl", [row("all2all", 5.0)], gpu=None, gpus=None, link=None)]) == 0
     assert "CPU/gloo are not performance" in capsys.readouterr().out
+
+
+def stacked(variant: str, us: float, **change: Any) -> dict[str, Any]:
+    known = {"level": "stack", "stage": None, "form": None, "M": 2, "attention": "none", "layers": 4, "reserve_sms": 0}
+    return row("all2all", us, **(known | {"variant": variant} | change))
+
+
+def test_variants_of_a_stack_have_one_line_for_each_reserve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    times = {"unsplit": 9000.0, "split": 9900.0, "compute": 7000.0, "communication": 2500.0}
+    rows = [stacked(variant, us) for variant, us in times.items()]
+    shares = {"ratio": 1.05, "hidden_share": 0.93, "hidden_share_steps": 0.9, "gemm_rate": 0.97, "peak_mib": 812.4}
+    rows += [stacked("overlapped", 7350.0, **shares), stacked("overlapped", 7500.0, reserve_sms=16)]
+    assert main([write(tmp_path / "a.jsonl", rows)]) == 0
+    out = capsys.readouterr().out
+    assert out.count("stack T,H,I,E,K=64,32,48,8,2 R=2 skew=1.0 float32 all2all fwd none 4") == 1
+    lines = [line.split() for line in out.splitlines() if line.startswith("  2 ")]
+    same = ["2", "9.000", "9.900"]
+    assert lines == [
+        [*same, "7.350", "0", "7.000", "2.500", "1.050", "0.930", "0.900", "0.970", "-", "-", "812"],
+        [*same, "7.500", "16", "7.000", "2.500", "-", "-", "-", "-", "-", "-", "-"],
+    ]
+    assert "us / all2all" not in out, "a variant is no dispatcher to be held against another"
+
+
+def test_a_slower_stack_is_a_regression_of_its_own_variant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [
+        write(tmp_path / name, [stacked("overlapped", us), stacked("split", 9900.0)])
+        for name, us in (("a.jsonl", 7000.0), ("b.jsonl", 7700.0))
+    ]
+    assert main(files) == 1
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("REGRESSION")]
+    assert "overlapped" in line and "10.0 %" in line and "attention=none layers=4 reserve_sms=0" in line
