@@ -1,8 +1,9 @@
 """Domino: a layer takes M micro-batches together, so that communication of one hides behind computation of the others.
 
-`moe_ep.schedule` says in which order, and the executor here walks through that very object. A layer does not wait for
-its last communications: it returns `Pending` outputs, and whoever needs one resolves it. Between layers that is the
-next layer, right before its attention, so the last combine of a layer hides behind the next layer's first attention.
+`moe_ep.schedule` says in which order and what waits for what; the executor here walks through that very object, and of
+the waits between streams it makes those that are there. A layer does not wait for its last communications: it returns
+`Pending` outputs, and whoever needs one resolves it. Between layers that is the next layer, right before its attention,
+so the last combine of a layer hides behind the next layer's first attention.
 
     stack = DominoStack(layers)                     # DominoLayers: attention, moe, shared
     ys, auxes = stack([x0, x1])                     # M = 2; M = 1 is the plain model
@@ -26,9 +27,10 @@ from torch.utils import _pytree as pytree
 
 from .dispatch.base import Dispatcher
 from .dispatch.ticket import Stage, Ticket
+from .dispatch.waits import ALL_WAITS
 from .errors import InputError, ProtocolError, RecipeError
 from .layer import LayerFlight, MoEAux, MoELayer
-from .schedule import Kind, Schedule, Step, schedule
+from .schedule import Kind, Link, Schedule, Step, schedule
 from .tracing import stage_range
 
 Region = Callable[..., Any]  # region(fn, *tensors) runs fn(*tensors), such as torch.utils.checkpoint.checkpoint
@@ -129,7 +131,7 @@ class DominoLayer(nn.Module):
 
     def _run(self, inputs: list[Pending], valid: list[Tensor | None]) -> Group:
         plan = schedule(len(inputs), dense=self.moe is None, outside=self._outside)
-        run = _Run(self, inputs, valid)
+        run = _Run(self, inputs, valid, _links(plan))
         run.walk(plan.steps[: plan.before])
         if self._region is None:
             run.walk(plan.steps[plan.before :])
@@ -140,8 +142,14 @@ class DominoLayer(nn.Module):
 class _Run:
     """One walk of M micro-batches through one layer."""
 
-    def __init__(self, layer: DominoLayer, inputs: Sequence[Pending], valid: Sequence[Tensor | None]) -> None:
-        self.layer, self.valid = layer, valid
+    def __init__(
+        self,
+        layer: DominoLayer,
+        inputs: Sequence[Pending],
+        valid: Sequence[Tensor | None],
+        links: Sequence[frozenset[Link]],
+    ) -> None:
+        self.layer, self.valid, self.links = layer, valid, links
         self.inputs = dict(enumerate(inputs))
         self.x: dict[int, Tensor] = {}
         self.h: dict[int, Tensor] = {}
@@ -166,6 +174,7 @@ class _Run:
     def _pending(self, moe: MoELayer, i: int) -> Pending:
         ticket = self.flights[i].ticket
         payload, ticket.payload = ticket.payload, ()  # one owner: FSDP2 may put others in their place
+        ticket.waits = None  # the next layer's schedule says whether it waits; without one, whoever resolves it does
         return Pending(base=self.base[i], in_flight=payload, ticket=ticket, dispatcher=moe.dispatcher)
 
     @property
@@ -178,14 +187,17 @@ class _Run:
         return stage_range(stage, None if moe is None else moe.layer_index, i)
 
     def resolve(self, i: int) -> None:
-        self.x[i] = self.inputs.pop(i).resolve()
+        pending = self.inputs.pop(i)
+        if pending.ticket is not None:
+            pending.ticket.waits = self.links[i]
+        self.x[i] = pending.resolve()
 
     def attention(self, i: int) -> None:
         with self._named("attention", i):
             self.h[i], self.n[i] = self.layer.attention(self.x.pop(i))
 
     def route(self, i: int) -> None:
-        self.flights[i] = self._moe.prepare(self.n[i], self.valid[i], micro_batch=i)
+        self.flights[i] = self._moe.prepare(self.n[i], self.valid[i], micro_batch=i, waits=self.links[i])
 
     def dispatch(self, i: int) -> None:
         self._moe.dispatcher.dispatch(self.flights[i].ticket)
@@ -203,9 +215,19 @@ class _Run:
 
     def inside(self) -> _Run:
         """A walk that goes on from here, and leaves this one as it is."""
-        other = _Run(self.layer, (), self.valid)
+        other = _Run(self.layer, (), self.valid, self.links)
         other.x, other.h, other.n = dict(self.x), dict(self.h), dict(self.n)
         return other
+
+
+def _links(plan: Schedule) -> list[frozenset[Link]]:
+    """The waits of each micro-batch: the stages make these and no others."""
+    links = plan.links()
+    strange = frozenset().union(*links) - ALL_WAITS
+    if strange:
+        pairs = ", ".join(f"{waits} for {awaited}" for waits, awaited in sorted(strange))
+        raise ProtocolError(f"the schedule has waits that no stage makes: {pairs}")
+    return links
 
 
 def _inside_another(run: _Run, i: int) -> None:

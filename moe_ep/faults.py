@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .errors import CapacityError, InputError, MoEError, NonFiniteError, PeerError, lost_peer
+from .errors import CapacityError, InputError, MoEError, NonFiniteError, PeerError, ProtocolError, lost_peer
 from .routing import Routing, count_bad_ids
 
 FORWARD_ONLY = 1  # the value of a pair without a fault, where no gradient is recorded
@@ -52,6 +52,11 @@ _SENTENCES: dict[Fault, tuple[type[MoEError], str]] = {
 
 def describe(code: int, value: int, where: str, num_experts: int) -> MoEError:
     """The error of one fault, `where` being such as "layer 3, micro-batch 0"."""
+    if code not in _SENTENCES:
+        return ProtocolError(
+            f"{where}: there is no fault of code {code}; counts were read before they had come, or the ranks run "
+            "different versions of moe_ep"
+        )
     kind, sentence = _SENTENCES[Fault(code)]
     return kind(f"{where}: {sentence.format(value=value, num_experts=num_experts)}")
 

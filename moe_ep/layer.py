@@ -25,6 +25,7 @@ from .load import rank_load
 from .losses import RouterAux
 from .router import SigmoidRouter, build_router
 from .routing import Routing
+from .schedule import Link
 from .tracing import stage_range
 
 
@@ -155,8 +156,15 @@ class MoELayer(nn.Module):
         return flight
 
     @eager
-    def prepare(self, x: Tensor, valid: Tensor | None = None, *, micro_batch: int = 0) -> LayerFlight:
-        """Router, dispatch_preprocess; `dispatcher.dispatch(flight.ticket)` is next."""
+    def prepare(
+        self,
+        x: Tensor,
+        valid: Tensor | None = None,
+        *,
+        micro_batch: int = 0,
+        waits: frozenset[Link] | None = None,
+    ) -> LayerFlight:
+        """Router, dispatch_preprocess; `dispatcher.dispatch(flight.ticket)` is next. `waits`: of its stages."""
         try:
             with stage_range("route", self.layer_index, micro_batch):
                 x_TH, routing, router_aux = self._route(x, valid)
@@ -165,7 +173,9 @@ class MoELayer(nn.Module):
             device = x.device if isinstance(x, Tensor) else None
             self.dispatcher.announce_failure(device, layer=self.layer_index, micro_batch=micro_batch)
             raise
-        ticket = self.dispatcher.dispatch_preprocess(x_TH, routing, layer=self.layer_index, micro_batch=micro_batch)
+        ticket = self.dispatcher.dispatch_preprocess(
+            x_TH, routing, layer=self.layer_index, micro_batch=micro_batch, waits=waits
+        )
         return LayerFlight(x=x, ticket=ticket, router_aux=router_aux)
 
     def _route(self, x: Tensor, valid: Tensor | None) -> tuple[Tensor, Routing, RouterAux]:

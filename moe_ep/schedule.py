@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from .errors import RecipeError
+from .errors import ProtocolError, RecipeError
 
 
 class Stream(enum.StrEnum):
@@ -113,6 +113,13 @@ class Step:
         )
 
 
+class Link(NamedTuple):
+    """A wait between streams inside one micro-batch: who waits, and for whom."""
+
+    waits: Kind
+    awaited: Kind
+
+
 class _Row(NamedTuple):
     stream: Stream
     waits: str
@@ -167,6 +174,20 @@ class Schedule:
     dense: bool
     steps: tuple[Step, ...]
     before: int = 0
+
+    def links(self) -> list[frozenset[Link]]:
+        """The waits of each micro-batch, which the stages of its ticket make.
+
+        Raises:
+            ProtocolError: a step waits for another micro-batch, which no stage can.
+        """
+        found: list[set[Link]] = [set() for _ in range(self.num_micro_batches)]
+        for step in self.steps:
+            for wait in step.waits:
+                if wait.micro_batch != step.key.micro_batch:
+                    raise ProtocolError(f"{step.key} waits for {wait}; a stage waits for its own micro-batch only")
+                found[wait.micro_batch].add(Link(step.key.kind, wait.kind))
+        return [frozenset(links) for links in found]
 
 
 @functools.cache  # layers ask for it in every forward

@@ -12,16 +12,20 @@ No `record_stream` is needed, and no memory waits for an event to be polled.
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .debug import debug
 from .errors import lost_peer
 from .peers import is_lost_peer
+from .race import delays_around
 from .tracing import transfer_range
 
 Launch = Callable[[], tuple[tuple[Tensor, ...], list[Any]]]
@@ -29,6 +33,32 @@ Launch = Callable[[], tuple[tuple[Tensor, ...], list[Any]]]
 # One comm stream per (device, group): dispatchers that share a group share its order of communication. A second one for
 # what has to arrive early.
 _streams: dict[tuple[torch.device, str, bool], CommStream] = {}
+
+
+class _Waits(threading.local):
+    """Which waits between streams this thread makes: all, but in a step of a schedule that has fewer."""
+
+    at_launch = True
+    at_arrival = True
+
+
+_waits = _Waits()
+
+
+@contextlib.contextmanager
+def making(*, at_launch: bool, at_arrival: bool) -> Iterator[None]:
+    """What a schedule says of a step's waits.
+
+    Args:
+        at_launch: a communication waits for everything issued on the caller's stream so far.
+        at_arrival: the caller's stream, or the host, waits for a communication.
+    """
+    before = _waits.at_launch, _waits.at_arrival
+    _waits.at_launch, _waits.at_arrival = at_launch, at_arrival
+    try:
+        yield
+    finally:
+        _waits.at_launch, _waits.at_arrival = before
 
 
 class InFlight:
@@ -49,8 +79,9 @@ class InFlight:
         Raises:
             PeerError: a collective failed or timed out; the message says which.
         """
-        with transfer_range("wait", self.what):
-            self._wait()
+        if _waits.at_arrival:
+            with transfer_range("wait", self.what):
+                self._wait()
         results, self.results, self._works, self._keep = self.results, (), [], ()
         return results
 
@@ -65,10 +96,14 @@ class InFlight:
 
     def wait_on_host(self) -> tuple[Tensor, ...]:
         """As `wait`, and block the host until the results can be read there."""
-        if self._event is not None:
+        if self._event is not None and _waits.at_arrival:
             with transfer_range("wait", self.what):
                 self._event.synchronize()
         return self.wait()
+
+    def __del__(self) -> None:
+        if self._event is not None and self._keep:  # nobody waited: the caller's pool gets the inputs back only behind
+            torch.cuda.current_stream().wait_event(self._event)
 
     @property
     def event(self) -> Any:
@@ -107,9 +142,11 @@ class CommStream:
         if self.stream is None:
             results, works = fn()
             return InFlight(what, results, works, None, keep)
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        if _waits.at_launch:
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
-            results, works = fn()
+            with delays_around(self.group):
+                results, works = fn()
             event = torch.cuda.Event()
             event.record(self.stream)
         return InFlight(what, results, works, event, keep)
@@ -174,6 +211,8 @@ class LanePool:
             self.num_lanes += 1
         else:
             self._free.remove(lane)
+        if debug().race_seed is not None:
+            lane.host.fill_(-1)  # what is read too early must not look right
         return lane, weakref.finalize(owner, self._free.append, lane)
 
     @property

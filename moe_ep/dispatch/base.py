@@ -21,11 +21,13 @@ from ..faults import Fault, FaultRecord, place_of, routing_status
 from ..ops import choose_kernels
 from ..permute import ExpertInput
 from ..routing import Routing
+from ..schedule import Link
 from ..streams import CommStream, InFlight, LanePool, comm_stream
 from ..tracing import stage_range
 from .capabilities import Capabilities, check_input, group_serves
 from .ticket import Stage, Ticket
 from .twin import open_twin
+from .waits import stage_waits
 
 T = TypeVar("T")
 
@@ -112,15 +114,30 @@ class Dispatcher(ABC):
     # what a caller uses
 
     @eager
-    def dispatch_preprocess(self, x_TH: Tensor, routing: Routing, *, layer: int = 0, micro_batch: int = 0) -> Ticket:
+    def dispatch_preprocess(
+        self,
+        x_TH: Tensor,
+        routing: Routing,
+        *,
+        layer: int = 0,
+        micro_batch: int = 0,
+        waits: frozenset[Link] | None = None,
+    ) -> Ticket:
         """Compute stream: x [T, H] and its routing to a ticket with layout, counts and the payload to send.
+
+        Args:
+            x_TH: tokens of one micro-batch, in the configured dtype.
+            routing: their experts and weights.
+            layer: for messages, and compared between ranks.
+            micro_batch: likewise.
+            waits: the ticket's waits between streams, as a schedule has them; None: all that are needed.
 
         Raises:
             InputError: wrong shape, dtype, device; ids out of range (here or at the next stage, where the counts are
                 read). The other ranks get a PeerError that names this one.
             CapacityError: more tokens than max_tokens.
         """
-        ticket = Ticket(layer, micro_batch, owner=self)
+        ticket = Ticket(layer, micro_batch, owner=self, waits=waits)
         self._enter(ticket, Stage.DISPATCH_PREPROCESS)
         fault = self._find_fault(x_TH, routing)
         if fault is not None:
@@ -260,7 +277,7 @@ class Dispatcher(ABC):
 
     def _run(self, ticket: Ticket, stage: Stage, fn: Callable[[], T]) -> T:
         try:
-            with stage_range(stage.label, ticket.layer, ticket.micro_batch):
+            with stage_range(stage.label, ticket.layer, ticket.micro_batch), stage_waits(ticket, stage):
                 result = fn()
         except BaseException:
             ticket.release()

@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from ..config import DispatchConfig, nearest
+from ..debug import debug
 from ..errors import MoEError, RecipeError, Unavailable
 from ..ops import kernel_reasons
 from ..streams import forget_streams
@@ -125,6 +126,10 @@ def unavailable_reasons(config: DispatchConfig, group: dist.ProcessGroup | None)
 
 def refusal(config: DispatchConfig, group: dist.ProcessGroup | None) -> MoEError | None:
     """The error that `build_dispatcher` would raise on this rank, None where it can run."""
+    try:
+        debug()
+    except RecipeError as err:
+        return err
     reasons = unavailable_reasons(config, group)
     if not reasons:
         return None

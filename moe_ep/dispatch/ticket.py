@@ -12,6 +12,7 @@ from ..errors import ProtocolError
 from ..load import LayoutStats, layout_stats
 
 if TYPE_CHECKING:
+    from ..schedule import Link
     from ..streams import Lane
 
 
@@ -45,6 +46,7 @@ class Ticket:
             that a framework looks through) puts them back before the next stage.
         state: the back end's own frozen record.
         lane: what the micro-batch borrowed; it goes back when the ticket is done, fails or dies.
+        waits: of the waits between streams those that its stages make; None: all.
     """
 
     __slots__ = (
@@ -60,9 +62,12 @@ class Ticket:
         "payload",
         "stage",
         "state",
+        "waits",
     )  # fmt: skip
 
-    def __init__(self, layer: int, micro_batch: int, owner: object = None) -> None:
+    def __init__(
+        self, layer: int, micro_batch: int, owner: object = None, waits: frozenset[Link] | None = None
+    ) -> None:
         self.owner = owner
         self.layer = layer
         self.micro_batch = micro_batch
@@ -72,6 +77,7 @@ class Ticket:
         self.payload: tuple[Tensor, ...] = ()
         self.state: Any = None
         self.lane: Lane | None = None
+        self.waits = waits
         self._return_lane: Callable[[], Any] | None = None
         self._layout_args: tuple[Any, ...] | None = None
 

@@ -10,6 +10,8 @@ backward mirrors forward, and what was interleaved in forward is interleaved in 
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import ProtocolError
+from ..race import begin_late
 from ..streams import CommStream, InFlight, is_async
 
 Tensors = tuple[Tensor, ...]
@@ -202,20 +205,42 @@ def all_to_all(
     out: Tensor, tensor: Tensor, recv: list[int], send: list[int], group: dist.ProcessGroup | None
 ) -> list[Any]:
     """Start an uneven all-to-all of rows; without a group a copy. Returns work handles (none on CUDA)."""
-    if group is None or group.size() == 1:
-        out.copy_(tensor)
-        return []
-    work = dist.all_to_all_single(_raw(out), _raw(tensor), recv, send, group=group, async_op=is_async(tensor.device))
-    return [] if work is None else [work]
+
+    def begin(out: Tensor) -> list[Any]:
+        if group is None or group.size() == 1:
+            out.copy_(tensor)
+            return []
+        apart = is_async(tensor.device)
+        with _own_error():
+            work = dist.all_to_all_single(_raw(out), _raw(tensor), recv, send, group=group, async_op=apart)
+        return [] if work is None else [work]
+
+    return begin_late(out, begin, group)
 
 
 def all_gather(out: Tensor, tensor: Tensor, group: dist.ProcessGroup | None) -> list[Any]:
     """Start an all-gather of equal blocks; without a group a copy. Returns work handles (none on CUDA)."""
-    if group is None or group.size() == 1:
-        out.copy_(tensor)
-        return []
-    work = _all_gather_single(_raw(out), _raw(tensor), group=group, async_op=is_async(tensor.device))
-    return [] if work is None else [work]
+
+    def begin(out: Tensor) -> list[Any]:
+        if group is None or group.size() == 1:
+            out.copy_(tensor)
+            return []
+        with _own_error():
+            work = _all_gather_single(_raw(out), _raw(tensor), group=group, async_op=is_async(tensor.device))
+        return [] if work is None else [work]
+
+    return begin_late(out, begin, group)
+
+
+@contextlib.contextmanager
+def _own_error() -> Iterator[None]:
+    """What a collective raised: torch, about to log it, raises another error over a group it does not know (a twin)."""
+    try:
+        yield
+    except ValueError as err:
+        if isinstance(err.__context__, RuntimeError):
+            raise err.__context__ from None
+        raise
 
 
 def _raw(tensor: Tensor) -> Tensor:

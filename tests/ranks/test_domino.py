@@ -201,9 +201,9 @@ def body_replay(group: dist.ProcessGroup, rank: int, num: int) -> int:
     (dispatcher,) = {layer.dispatcher for layer in moe_layers(model)}
     real = dispatcher.dispatch_preprocess
 
-    def noting(x: Tensor, routing: Routing, *, layer: int, micro_batch: int) -> Ticket:
+    def noting(x: Tensor, routing: Routing, *, layer: int, micro_batch: int, **others: Any) -> Ticket:
         ids.setdefault((layer, micro_batch), []).append(routing.expert_ids)
-        return real(x, routing, layer=layer, micro_batch=micro_batch)
+        return real(x, routing, layer=layer, micro_batch=micro_batch, **others)
 
     for each in model.layers:
         each.recompute_in(region)  # type: ignore[operator]
