@@ -50,18 +50,20 @@ _SENTENCES: dict[Fault, tuple[type[MoEError], str]] = {
 }
 
 
+_CODES = (Fault.NONE, *_SENTENCES)
+
+
 def describe(code: int, value: int, where: str, num_experts: int) -> MoEError:
     """The error of one fault, `where` being such as "layer 3, micro-batch 0"."""
     if code not in _SENTENCES:
-        return ProtocolError(
-            f"{where}: there is no fault of code {code}; counts were read before they had come, or the ranks run "
-            "different versions of moe_ep"
-        )
+        return ProtocolError(f"{where}: there is no fault of code {code}; install one version of moe_ep on all ranks")
     kind, sentence = _SENTENCES[Fault(code)]
     return kind(f"{where}: {sentence.format(value=value, num_experts=num_experts)}")
 
 
-def raise_faults(words: Sequence[Sequence[int]], rank: int, where: str, num_experts: int) -> None:
+def raise_faults(
+    words: Sequence[Sequence[int]], rank: int, where: str, num_experts: int, *, place: int | None = None
+) -> None:
     """Raise if any rank reported a fault: the own error where the fault is, PeerError elsewhere.
 
     Two things are a fault of all ranks: some record gradients and some do not, so that the next backward would have no
@@ -72,8 +74,11 @@ def raise_faults(words: Sequence[Sequence[int]], rank: int, where: str, num_expe
         rank: this rank.
         where: layer and micro-batch, for the message.
         num_experts: E, for the message.
+        place: what this rank sent as its own; None: it sent none.
     """
-    own_code, own_value, _ = words[rank]
+    own_code, own_value, own_place = words[rank]
+    if own_code not in _CODES or (place is not None and own_place != place):
+        raise ProtocolError(f"{where}: what was read is not what this rank sent: counts were read before they had come")
     if own_code:
         raise describe(own_code, own_value, where, num_experts)
     for peer, (code, value, _) in enumerate(words):

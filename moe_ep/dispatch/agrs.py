@@ -133,7 +133,7 @@ class Agrs(Dispatcher):
         ticket.lane.host.copy_(both)
         values = ticket.lane.host.tolist()
         words = [values[NUM_WORDS * r : NUM_WORDS * (r + 1)] for r in range(self.num_ranks)]
-        raise_faults(words, self.rank, ticket.where, self.config.num_experts)
+        raise_faults(words, self.rank, ticket.where, self.config.num_experts, place=ticket.place)
         return tuple(values[NUM_WORDS * self.num_ranks :])
 
     def _dispatch_postprocess(self, ticket: Ticket) -> ExpertInput:

@@ -116,7 +116,9 @@ class All2All(Dispatcher):
         flat = self.read_ints(ticket, state.early)
         rows = [tuple(flat[i * width : (i + 1) * width]) for i in range(2 * num_ranks)]
         sent, received = rows[:num_ranks], rows[num_ranks:]
-        raise_faults([row[-NUM_WORDS:] for row in received], self.rank, ticket.where, self.config.num_experts)
+        raise_faults(
+            [row[-NUM_WORDS:] for row in received], self.rank, ticket.where, self.config.num_experts, place=ticket.place
+        )
         send = tuple(sum(row[:-NUM_WORDS]) for row in sent)
         state = replace(state, early=None, send=send, recv_RL=tuple(row[:-NUM_WORDS] for row in received))
         num_sent, num_received = state.routes.row_token.numel(), sum(state.recv)

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..config import DispatchConfig
 from ..eager import eager
 from ..errors import InputError, MoEError, ProtocolError
-from ..faults import Fault, FaultRecord, place_of, routing_status
+from ..faults import Fault, FaultRecord, routing_status
 from ..ops import choose_kernels
 from ..permute import ExpertInput
 from ..routing import Routing
@@ -245,7 +245,7 @@ class Dispatcher(ABC):
 
     def words(self, ticket: Ticket, status: Tensor) -> Tensor:
         """A status and the ticket's place, int64 [3]: what travels to every rank along with the counts."""
-        return torch.cat([status, status.new_full((1,), place_of(ticket.layer, ticket.micro_batch))])
+        return torch.cat([status, status.new_full((1,), ticket.place)])
 
     def comm(self, device: torch.device) -> CommStream:
         """The comm stream of (device, group)."""

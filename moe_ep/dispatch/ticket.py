@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..errors import ProtocolError
+from ..faults import place_of
 from ..load import LayoutStats, layout_stats
 
 if TYPE_CHECKING:
@@ -85,6 +86,11 @@ class Ticket:
     def where(self) -> str:
         """Layer and micro-batch, for messages."""
         return f"layer {self.layer}, micro-batch {self.micro_batch}"
+
+    @property
+    def place(self) -> int:
+        """Layer and micro-batch as one int, which ranks compare."""
+        return place_of(self.layer, self.micro_batch)
 
     def expect(self, called: Stage) -> None:
         """Refuse a stage out of order.

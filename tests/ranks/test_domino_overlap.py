@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from moe_ep import InputError, NonFiniteError, Pending, ProtocolError, RecipeError, domino, moe_layers
 from moe_ep.dispatch.ticket import Ticket
 from moe_ep.domino import DominoLayer, DominoStack, launch
-from moe_ep.schedule import schedule
+from moe_ep.schedule import Key, Kind, schedule
 from moe_ep.testing.ranks import RankPool
 from tests.ranks.small_stack import inputs, loss_of, recorded, slow_collectives, small_stack
 
@@ -202,6 +202,19 @@ def test_the_executor_follows_the_schedule_it_is_given() -> None:
     turns = [line.split(".")[0] for line in log if not line.startswith(("launch", "wait"))]
     one = ["attention 0", "experts 0"]
     assert turns == ["attention 0", "attention 0", "experts 0", "experts 0", "serial", *one, *one]
+
+
+def test_a_wait_that_no_stage_makes_is_refused() -> None:
+    model = small_stack(None, dense=(False,))
+    given = schedule(1)
+    steps = [
+        replace(step, waits=(Key(Kind.ATTENTION, 0),)) if step.key.kind is Kind.SHARED else step for step in given.steps
+    ]
+    with (
+        mock.patch.object(domino, "schedule", lambda *_, **__: replace(given, steps=tuple(steps))),
+        pytest.raises(ProtocolError, match="the schedule has waits that no stage makes: shared for attention"),
+    ):
+        model(inputs(0, 1))
 
 
 def test_misuse_is_refused() -> None:

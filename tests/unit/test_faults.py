@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_ep import InputError, NonFiniteError, PeerError, Routing
+from moe_ep import InputError, NonFiniteError, PeerError, ProtocolError, Routing
 from moe_ep.faults import Fault, FaultRecord, place_of, raise_faults, routing_status
 
 
@@ -30,6 +30,16 @@ def test_the_status_of_a_routing_names_its_worst_fault(value: Routing, want: tup
 
 def test_no_fault_raises_nothing() -> None:
     raise_faults([(0, 0, 5), (0, 0, 5)], 1, "layer 0, micro-batch 0", 4)
+
+
+def test_words_that_have_not_come_are_seen() -> None:
+    where = "layer 0, micro-batch 1"
+    raise_faults([(0, 0, 1), (0, 0, 1)], 0, where, 4, place=1)
+    for stale in [(-1, -1, -1), (0, 0, 0), (2**62, 0, 1)]:
+        with pytest.raises(ProtocolError, match=r"layer 0, micro-batch 1: .* counts were read before they had come"):
+            raise_faults([stale, (0, 0, 1)], 0, where, 4, place=1)
+    with pytest.raises(PeerError, match=r"rank 1 .* no fault of code 77; install one version"):
+        raise_faults([(0, 0, 1), (77, 0, 1)], 0, where, 4, place=1)
 
 
 def test_the_own_fault_is_raised_as_what_it_is_and_a_peers_as_peer_error() -> None:

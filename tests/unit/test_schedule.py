@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from moe_ep.errors import RecipeError
+from moe_ep.errors import ProtocolError, RecipeError
 from moe_ep.schedule import Key, Kind, Schedule, Step, Stream, Value, schedule, stack, transpose
 from moe_ep.schedule_check import check
 
@@ -226,6 +226,19 @@ def test_each_rule_on_a_few_steps() -> None:
 def test_impossible_schedules_are_refused(num: int, outside: tuple[Kind, ...], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         schedule(num, outside=outside)
+
+
+def test_the_waits_of_a_micro_batch() -> None:
+    pairs = {"counts route", "read counts", "dispatch pack", "experts dispatch", "combine experts", "resolve combine"}
+    for num in (1, 3):
+        assert [{f"{a} {b}" for a, b in links} for links in schedule(num).links()] == [pairs] * num
+    assert [{f"{a} {b}" for a, b in links} for links in schedule(2, dense=True).links()] == [{"resolve combine"}] * 2
+    steps = list(schedule(2).steps)
+    place = place_of(steps, Kind.EXPERTS, 1, 0)
+    steps[place] = replace(steps[place], waits=(Key(Kind.DISPATCH, 0),))
+    crossed = replace(schedule(2), steps=tuple(steps))
+    with pytest.raises(ProtocolError, match="experts 1 of layer 0 waits for dispatch 0 of layer 0"):
+        crossed.links()
 
 
 def test_a_schedule_is_data() -> None:
