@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from itertools import count
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -66,9 +67,9 @@ def late_compute(model: DominoStack) -> Iterator[None]:
     (moe,) = moe_layers(model)
     real = all2all.gather_rows
 
-    def gather(*args: Tensor) -> Tensor:
+    def gather(*args: Any, **options: Any) -> Tensor:
         late()
-        return real(*args)
+        return real(*args, **options)
 
     hooks = [part.register_forward_pre_hook(lambda *_: late()) for part in (model.layers[0].mix, moe.experts)]
     with mock.patch.object(all2all, "gather_rows", gather):
