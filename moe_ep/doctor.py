@@ -23,8 +23,8 @@ def diagnose() -> dict[str, Any]:
     """The whole report, ready for JSON.
 
     Returns:
-        `machine()` plus `dispatchers`: name to {usable, reasons, conditions}; `default`: the name of the default
-        dispatcher; `works`: whether it can run here and moved rows as it should.
+        `machine()` plus `dispatchers`: name to {usable, reasons, findings, conditions}; `default`: the name of the
+        default dispatcher; `works`: whether it can run here and moved rows as it should.
     """
     found = {name: examine(name) for name in known_dispatchers()}
     return {**machine(), "dispatchers": found, "default": DEFAULT, "works": found[DEFAULT]["usable"]}
@@ -34,18 +34,20 @@ def examine(name: str) -> dict[str, Any]:
     """Whether a dispatcher can run here with some configuration, why not, and what such a configuration must have."""
     try:
         cls = find_dispatcher(name)
+        findings = cls.findings()
         reasons = machine_reasons(name, cls)
     except MoEError as err:
-        return {"usable": False, "reasons": [str(err)], "conditions": []}
+        return {"usable": False, "reasons": [str(err)], "findings": [], "conditions": []}
     except Exception as err:  # a third-party back end may fail in any way, and the report must go on
         reason = f"finding out failed: {type(err).__name__}: {err}"
-        return {"usable": False, "reasons": [reason], "conditions": []}
+        return {"usable": False, "reasons": [reason], "findings": [], "conditions": []}
     if name == DEFAULT and not reasons:
         reasons = trial(cls)
     caps = cls.capabilities
     return {
         "usable": not reasons,
         "reasons": reasons,
+        "findings": findings,
         "conditions": conditions(caps),
         "capabilities": dataclasses.asdict(caps),
     }
@@ -142,7 +144,8 @@ def to_text(report: dict[str, Any]) -> str:
         with_what = f"with {', '.join(found['conditions'])}" if found["conditions"] else ""
         words = with_what if found["usable"] else "; ".join(found["reasons"])
         lines.append(f"  {name:<{width}}{state:<12}{words}".rstrip())
-        lines += [f"  {'':<{width + 12}}{note}" for note in found.get("capabilities", {}).get("notes", ())]
+        more = (*found["findings"], *found.get("capabilities", {}).get("notes", ()))
+        lines += [f"  {'':<{width + 12}}{text}" for text in more]
     verdict = "works" if report["works"] else "does not work here"
     return "\n".join([*lines, "", f"The default dispatcher, {report['default']}, {verdict}."])
 

@@ -69,6 +69,11 @@ class Dispatcher(ABC):
         """Sentences that say why this back end cannot run here, beyond what `capabilities` says. Empty: it can."""
         return []
 
+    @classmethod
+    def findings(cls) -> list[str]:
+        """Sentences on the libraries that this back end found on this machine: name, version, what they offer."""
+        return []
+
     @abstractmethod
     def _dispatch_preprocess(self, ticket: Ticket, x_TH: Tensor, routing: Routing) -> None: ...
 

@@ -73,7 +73,7 @@ class Watchdog:
         if device.type == "cuda":
             event = torch.cuda.Event()
             event.record()
-            one.done = event.query
+            one.done = lambda: _through(event)
         else:
             one.done = lambda: True
 
@@ -132,6 +132,13 @@ class Watchdog:
             file=sys.stderr,
             flush=True,
         )
+
+
+def _through(event: Any) -> bool:
+    try:
+        return bool(event.query())
+    except RuntimeError:  # the device is lost: whoever waits for it says so
+        return True
 
 
 def group_timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
