@@ -31,6 +31,7 @@ class Fault(enum.IntEnum):
     BAD_GROUP = 4
     DUPLICATES = 5
     NON_FINITE = 6
+    TOO_MANY_ROWS = 7
 
 
 _SENTENCES: dict[Fault, tuple[type[MoEError], str]] = {
@@ -45,6 +46,11 @@ _SENTENCES: dict[Fault, tuple[type[MoEError], str]] = {
     Fault.DUPLICATES: (
         InputError,
         "{value} tokens name an expert twice, which this dispatcher does not serve; take another router or dispatcher",
+    ),
+    Fault.TOO_MANY_ROWS: (
+        CapacityError,
+        "{value} expert rows are more than a rank has room for, so some were dropped; raise budget_rows or "
+        "capacity_factor, or leave both unset",
     ),
     Fault.NON_FINITE: (NonFiniteError, "non-finite router logits in {value} tokens; look at the input of the router"),
 }

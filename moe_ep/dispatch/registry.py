@@ -25,7 +25,7 @@ from .capabilities import capability_reasons
 from .twin import close_twins
 
 ENTRY_POINTS = "moe_ep.dispatchers"
-_BUILT_IN = {"local": ".local", "all2all": ".all2all", "agrs": ".agrs", "deepep": ".deepep"}
+_BUILT_IN = {"local": ".local", "all2all": ".all2all", "agrs": ".agrs", "deepep": ".deepep", "nccl_ep": ".nccl_ep"}
 _classes: dict[str, type[Dispatcher]] = {}
 _adopted: set[str] = set()  # names whose entry point has been loaded
 _built: dict[tuple[DispatchConfig, dist.ProcessGroup | None], Dispatcher] = {}
