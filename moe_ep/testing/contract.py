@@ -18,9 +18,9 @@
     }
 
 `refusal` is a piece of the text with which your dispatcher refuses a case, at construction or (where it depends on
-values) with the first micro-batch, "" where it must run; for the dispatchers of this package `table.TABLE` and
-`table_deepep.DEEPEP` hold it. `fitted` makes cases for a back end of one dtype and few hidden sizes. `modules` are
-imported on every rank: they register the name.
+values) with the first micro-batch, "" where it must run; for the dispatchers of this package `table.TABLE`,
+`table_deepep.DEEPEP` and `table_nccl_ep.NCCL_EP` hold it. `fitted` makes cases for a back end of one dtype and few
+hidden sizes. `modules` are imported on every rank: they register the name.
 
 What is held in every case: results and all gradients against a float64 oracle within derived bounds; the rows that the
 experts see, bit for bit and in order, their counts, offsets and weights; LayoutStats; the same bits again in poisoned
