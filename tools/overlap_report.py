@@ -43,7 +43,7 @@ def _lines(chosen: argparse.Namespace) -> list[str]:
     rank = run.slowest if chosen.rank is None else chosen.rank
     if rank not in run.ranks:
         raise TraceError(f"--rank {rank}: there are traces of the ranks {', '.join(map(str, run.ranks))}")
-    lines = [*overlap_table.report(run, rank), "", overlap_table.share_line(run, rank)]
+    lines = [*overlap_table.report(run, rank), "", *overlap_table.share_lines(run, rank)]
     if chosen.serial:
         serial = measure([read_trace(path) for path in chosen.serial], chosen.steps)
         lines.append(overlap_table.serial_line(serial, run, share_by_step_times(serial, run)))

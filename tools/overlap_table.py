@@ -1,10 +1,10 @@
-"""The overlap report as lines of text: a line for each rank and step, and a table of one rank's layers and stages."""
+"""The overlap report as lines of text: a line for each step of each rank, and a table of one rank's stages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import mean, median
 from typing import NamedTuple
 
 from .intervals import total
@@ -21,7 +21,7 @@ _DIRECTIONS = (FORWARD, RECOMPUTE, BACKWARD)
 
 
 class Group(NamedTuple):
-    """A line of the table: micro-batches of a stage taken together."""
+    """A line of the table: a stage's micro-batches taken together."""
 
     layer: int | None
     direction: str
@@ -45,7 +45,7 @@ def report(run: Run, rank: int) -> list[str]:
     device = "GPU" if run.on_gpu else "CPU ranks over gloo, whose times are not performance"
     lines = [f"{len(run.ranks)} rank(s), {device}; {which}; rank {run.slowest} is the slowest", *missing(run), ""]
     lines += _aligned([_TOTALS, *(row for each in run.ranks.values() for row in _totals(each))])
-    lines += ["", f"rank {rank}, a mean step (ms; start delay and lateness in us, median / most):"]
+    lines += ["", f"rank {rank}, a mean step (n in a step; ms; start delay and late in us, median / most):"]
     lines += _aligned([_COLUMNS, *_rows(steps)])
     return lines
 
@@ -59,13 +59,20 @@ def missing(run: Run) -> list[str]:
     return [f"only {len(run.ranks)} of the run's {world} ranks: a slower one may be missing, and so may peers"]
 
 
-def share_line(run: Run, rank: int) -> str:
-    """The hidden share with the numbers it was made of."""
-    share = run.hidden_share(rank)
-    if share is None:
-        return f"hidden share: none, rank {rank} communicated nothing"
-    exposed, comm = _ms(run.exposed_us(rank)), _ms(run.comm_us(rank))
-    return f"hidden share of rank {rank}: {_percent(share)} = 1 - exposed {exposed} ms / communication {comm} ms"
+def share_lines(run: Run, rank: int) -> list[str]:
+    """The hidden share with the numbers it was made of: of everything, and of rows without the counts ahead of them."""
+    rows = [(step.of_rows("comm"), step.of_rows("exposed")) for step in run.ranks[rank]]
+    comm, exposed = (mean(total(each[i]) for each in rows) for i in range(2))
+    return [
+        _share_line(f"hidden share of rank {rank}", run.exposed_us(rank), run.comm_us(rank)),
+        _share_line("  dispatch and combine alone", exposed, comm),
+    ]
+
+
+def _share_line(what: str, exposed: float, comm: float) -> str:
+    if comm == 0:
+        return f"{what}: none, nothing was communicated"
+    return f"{what}: {_share(exposed, comm)} = 1 - exposed {_ms(exposed)} ms / communication {_ms(comm)} ms"
 
 
 def serial_line(serial: Run, run: Run, share: float | None) -> str:
@@ -87,13 +94,19 @@ _TOTALS = [
 
 
 def _totals(steps: Sequence[RankStep]) -> Iterable[list[str]]:
-    for step in steps:
-        comm, exposed = total(step.comm), total(step.exposed)
-        inside = None if step.syncs is None else sum(label is not None for label in step.syncs)
+    """A line for each step of a rank, and their mean."""
+    for step in [*steps, *([None] if len(steps) > 1 else [])]:
+        some = steps if step is None else [step]
+        comm, exposed = mean(total(each.comm) for each in some), mean(total(each.exposed) for each in some)
+        other = mean(sum(work.end - work.start for work in each.other) for each in some)
+        peers = [each.peer_wait for each in some if each.peer_wait is not None]
+        syncs = [each.syncs for each in some if each.syncs is not None]
+        inside = [sum(label is not None for label in each) for each in syncs]
+        name = "mean" if step is None else "-" if step.number is None else str(step.number)
         yield [
-            str(step.rank), "-" if step.number is None else str(step.number), _ms(step.us), _ms(comm), _ms(exposed),
-            _share(exposed, comm), _ms(step.peer_wait), _ms(sum(work.end - work.start for work in step.other)),
-            "-" if step.syncs is None else str(len(step.syncs)), "-" if inside is None else str(inside),
+            str(steps[0].rank), name, _ms(mean(each.us for each in some)), _ms(comm), _ms(exposed),
+            _share(exposed, comm), _ms(mean(peers) if peers else None), _ms(other),
+            *(f"{mean(counts):g}" if counts else "-" for counts in ([len(each) for each in syncs], inside)),
         ]  # fmt: skip
 
 
@@ -104,24 +117,34 @@ _COLUMNS = [
 
 
 def _rows(steps: Sequence[RankStep]) -> Iterable[list[str]]:
-    sums: dict[Group, _Sums] = {}
+    """All layers taken together, then each of them."""
+    on_gpu = steps[0].syncs is not None
+    together: dict[tuple[str, str], _Sums] = {}
+    layers: dict[Group, _Sums] = {}
     outside = _Sums()
 
-    def of(label: Label | None) -> _Sums:
-        return outside if label is None else sums.setdefault(Group(label.layer, label.direction, label.stage), _Sums())
+    def places(label: Label | None) -> list[_Sums]:
+        if label is None:
+            return [outside]
+        group = Group(label.layer, label.direction, label.stage)
+        return [layers.setdefault(group, _Sums()), together.setdefault(group[1:], _Sums())]
 
     for step in steps:
         for key, figures in step.transfers.items():
-            of(key.label).figures.append(figures)
+            for sums in places(key.label):
+                sums.figures.append(figures)
         for work in step.compute:
-            of(work.label).compute += work.end - work.start
+            for sums in places(work.label):
+                sums.compute += work.end - work.start
         for label in step.syncs or ():
-            of(label).syncs += 1
-    on_gpu = steps[0].syncs is not None
-    for group in sorted(sums, key=_order):
-        layer = "dense" if group.layer is None else str(group.layer)
-        yield [layer, group.direction, group.stage, *_cells(sums[group], len(steps), on_gpu)]
+            for sums in places(label):
+                sums.syncs += 1
+    for direction, stage in sorted(together, key=lambda pair: _order(Group(0, *pair))):
+        yield ["all", direction, stage, *_cells(together[direction, stage], len(steps), on_gpu)]
     yield ["-", "-", "(no stage)", *_cells(outside, len(steps), on_gpu)]
+    for group in sorted(layers, key=_order):
+        layer = "dense" if group.layer is None else str(group.layer)
+        yield [layer, group.direction, group.stage, *_cells(layers[group], len(steps), on_gpu)]
 
 
 def _order(group: Group) -> tuple[bool, int, int, int, str]:

@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from moe_ep.testing.chrome_trace import Thread, TraceError
 
@@ -74,6 +74,11 @@ class RankStep:
     def exposed(self) -> list[Interval]:
         """When communication ran alone."""
         return union(each for figures in self.transfers.values() for each in figures.exposed)
+
+    def of_rows(self, which: Literal["comm", "exposed"]) -> list[Interval]:
+        """The same without what travels ahead of the rows, such as counts."""
+        rows = [figures for key, figures in self.transfers.items() if not key.label.stage.startswith("exchange of")]
+        return union(each for figures in rows for each in getattr(figures, which))
 
     @property
     def peer_wait(self) -> float | None:

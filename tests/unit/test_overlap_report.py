@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 from moe_ep.testing.chrome_trace import read_trace
-from tests.unit.test_overlap import backward, forward, measured, on_cpu, two_steps
+from tests.unit.test_overlap import backward, forward, launch, measured, on_cpu, two_steps
 from tools import timeline
 from tools.overlap_report import main
 from tools.trace_labels import Label
@@ -52,6 +52,7 @@ def test_totals_layers_and_shares(two_ranks: list[str], capsys: Capture) -> None
 
 def test_backward_and_a_rank_that_is_missing(tmp_path: Path, capsys: Capture) -> None:
     small = backward()
+    launch(small, "exchange of counts of layer 0, micro-batch 0", 300, (310, 60))
     small.content["distributedInfo"] = {"rank": 0, "world_size": 8}
     assert main([str(small.write(tmp_path / "a.json"))]) == 0
     out = capsys.readouterr().out
@@ -69,6 +70,7 @@ def test_the_second_way(tmp_path: Path, capsys: Capture) -> None:
     overlapped, serial = two_steps(7).write(tmp_path / "m2.json"), two_steps(7, gap=20).write(tmp_path / "m1.json")
     assert main([str(overlapped), "--serial", str(serial)]) == 0
     out = capsys.readouterr().out
+    assert cells(out, "0", "mean")[:3] == ["0.100", "0.040", "0.010"]
     assert "hidden share of rank 0: 75.0 % = 1 - exposed 0.010 ms / communication 0.040 ms" in out
     assert (
         "hidden share by step times: 50.0 % = (serial step 0.120 ms, rank 0 - overlapped step 0.100 ms, rank 0) / "
@@ -81,7 +83,7 @@ def test_no_communication_and_cpus(tmp_path: Path, capsys: Capture) -> None:
     silent.events[:] = [event for event in silent.events if not event["name"].startswith("nccl")]
     assert main([str(silent.write(tmp_path / "a.json"))]) == 0
     out = capsys.readouterr().out
-    assert "hidden share: none, rank 0 communicated nothing" in out
+    assert "hidden share of rank 0: none, nothing was communicated" in out
     assert main([str(on_cpu(rank).write(tmp_path / f"rank{rank}.json")) for rank in range(2)][:]) == 0
     out = capsys.readouterr().out
     assert "CPU ranks over gloo, whose times are not performance" in out
