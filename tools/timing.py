@@ -16,8 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_ep.testing.host_syncs import WAITS
-
 _FLUSH_BYTES = 256 << 20  # several times the L2 of any GPU to date
 BEGIN, MARK = "stopwatch begin", "stopwatch mark"
 
@@ -166,16 +164,3 @@ def percentiles(times: Sequence[float]) -> tuple[float, float, float]:
     ordered = sorted(times)
     p10, p50, p90 = (ordered[round(q * (len(ordered) - 1))] for q in (0.1, 0.5, 0.9))
     return p10, p50, p90
-
-
-def blocking_calls(events: Sequence[tuple[str, float]]) -> int:
-    """Blocking calls between a begin and the last mark of its region, among (name, start) in the order of time."""
-    total, since_mark, open_region = 0, 0, False
-    for name, _ in events:
-        if name == BEGIN:
-            since_mark, open_region = 0, True
-        elif name == MARK:
-            total, since_mark = total + since_mark, 0
-        elif name in WAITS and open_region:
-            since_mark += 1
-    return total
