@@ -20,6 +20,10 @@ SIGNATURES = {
     "moe_ep_sum_rows": "ipppplill",
     "moe_ep_sort_routes": "ppppppppliiil",
     "moe_ep_regroup_rows": "pliiippppll",
+    "moe_ep_direct_rank": "piiiippp",
+    "moe_ep_direct_exchange": "pp",
+    "moe_ep_direct_push": "ppi",
+    "moe_ep_direct_return": "ppii",
 }
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 
@@ -44,6 +48,10 @@ class Library:
         function.argtypes = [*(_CODES[code] for code in codes), _POINTER]
         function.restype = _INT
         return function
+
+    def plain(self, name: str) -> Any:
+        """A C function that launches nothing, arguments and result as ctypes takes ints and arrays."""
+        return getattr(self._dll, name)
 
     def raise_error(self, name: str, error: int) -> None:
         """KernelError with CUDA's own words."""

@@ -32,6 +32,9 @@ class Fault(enum.IntEnum):
     DUPLICATES = 5
     NON_FINITE = 6
     TOO_MANY_ROWS = 7
+    NO_GRAD = 8
+    OTHER_PLACE = 9
+    LOST = 10
 
 
 _SENTENCES: dict[Fault, tuple[type[MoEError], str]] = {
@@ -53,6 +56,15 @@ _SENTENCES: dict[Fault, tuple[type[MoEError], str]] = {
         "capacity_factor, or leave both unset",
     ),
     Fault.NON_FINITE: (NonFiniteError, "non-finite router logits in {value} tokens; look at the input of the router"),
+    Fault.NO_GRAD: (
+        PeerError,
+        "rank {value} and rank 0 differ: one records gradients and the other does not; all ranks train or all evaluate",
+    ),
+    Fault.OTHER_PLACE: (
+        PeerError,
+        "rank {value} and rank 0 are at different layers or micro-batches; all ranks take them in one order",
+    ),
+    Fault.LOST: (PeerError, "rank {value} did not come within the group's timeout; look at its log"),
 }
 
 

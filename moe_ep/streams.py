@@ -24,7 +24,6 @@ from torch import Tensor
 
 from .debug import debug
 from .errors import lost_peer
-from .order import order_of, told
 from .peers import is_lost_peer
 from .race import delays_around
 from .tracing import transfer_range
@@ -66,15 +65,9 @@ class InFlight:
     """One launched communication: its results are valid on the caller's stream only after `wait`."""
 
     def __init__(
-        self,
-        what: str,
-        results: tuple[Tensor, ...],
-        works: list[Any],
-        event: Any,
-        keep: Sequence[Any],
-        group: dist.ProcessGroup | None = None,
+        self, what: str, results: tuple[Tensor, ...], works: list[Any], event: Any, keep: Sequence[Any]
     ) -> None:
-        self.what, self.group = what, group
+        self.what = what
         self.results = results
         self._works = works
         self._event = event
@@ -99,7 +92,7 @@ class InFlight:
             for work in self._works:
                 work.wait()
         except RuntimeError as err:
-            raise told(lost_peer(self.what, err), self.group) from err
+            raise lost_peer(self.what, err) from err
 
     def wait_on_host(self) -> tuple[Tensor, ...]:
         """As `wait`, and block the host until the results can be read there."""
@@ -135,24 +128,20 @@ class CommStream:
             keep: what `fn` reads, kept alive until `InFlight.wait`.
 
         Raises:
-            PeerError: a collective failed at once, as NCCL's do once a rank is known to be lost; under MOE_EP_DEBUG,
-                another rank is about to launch something else.
+            PeerError: a collective failed at once, as NCCL's do once a rank is known to be lost.
         """
-        order = order_of(self.group)
-        if order is not None:
-            order.enter(what, "" if self.group is None else self.group.group_desc, keep)
         with transfer_range("launch", what):
             try:
                 return self._launch(what, fn, keep)
             except RuntimeError as err:
                 if is_lost_peer(err):
-                    raise told(lost_peer(what, err), self.group) from err
+                    raise lost_peer(what, err) from err
                 raise
 
     def _launch(self, what: str, fn: Launch, keep: Sequence[Any]) -> InFlight:
         if self.stream is None:
             results, works = fn()
-            return InFlight(what, results, works, None, keep, self.group)
+            return InFlight(what, results, works, None, keep)
         if _waits.at_launch:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
@@ -160,7 +149,7 @@ class CommStream:
                 results, works = fn()
             event = torch.cuda.Event()
             event.record(self.stream)
-        return InFlight(what, results, works, event, keep, self.group)
+        return InFlight(what, results, works, event, keep)
 
 
 def comm_stream(device: torch.device, group: dist.ProcessGroup | None, *, early: bool = False) -> CommStream:

@@ -78,7 +78,6 @@ class DeepEP(Dispatcher):
         options=("api", "expand"),
         host_syncs=1,
         uses_num_sms=True,
-        comm_sms=found.DEFAULT_SMS,
         packages=("tokenspeed-deepep",),
         notes=NOTES,
     )

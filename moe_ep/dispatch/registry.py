@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import os
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import TypeVar
@@ -19,7 +18,6 @@ from ..config import DispatchConfig, nearest
 from ..debug import debug
 from ..errors import MoEError, RecipeError, Unavailable
 from ..ops import kernel_reasons
-from ..order import close_order
 from ..streams import forget_streams
 from .agreement import agree, check_group
 from .base import Dispatcher
@@ -27,7 +25,14 @@ from .capabilities import capability_reasons
 from .twin import close_twins
 
 ENTRY_POINTS = "moe_ep.dispatchers"
-_BUILT_IN = {"local": ".local", "all2all": ".all2all", "agrs": ".agrs", "deepep": ".deepep", "nccl_ep": ".nccl_ep"}
+_BUILT_IN = {
+    "local": ".local",
+    "all2all": ".all2all",
+    "agrs": ".agrs",
+    "deepep": ".deepep",
+    "nccl_ep": ".nccl_ep",
+    "direct": ".direct",
+}
 _classes: dict[str, type[Dispatcher]] = {}
 _adopted: set[str] = set()  # names whose entry point has been loaded
 _built: dict[tuple[DispatchConfig, dist.ProcessGroup | None], Dispatcher] = {}
@@ -153,8 +158,7 @@ def build_dispatcher(config: DispatchConfig, group: dist.ProcessGroup | None = N
     """
     key = (config, group)
     if key not in _built or _built[key].closed:
-        values = {**asdict(config), "MOE_EP_DEBUG": os.environ.get("MOE_EP_DEBUG") == "1"}
-        agree("the dispatcher", values, refusal(config, group), group)
+        agree("the dispatcher", asdict(config), refusal(config, group), group)
         _built[key] = find_dispatcher(config.name)(config, group)
     return _built[key]
 
@@ -163,7 +167,6 @@ def close_dispatchers(group: dist.ProcessGroup | None = None) -> None:
     """Close and forget the dispatchers of a group (None: those without one). Call it before the group is destroyed."""
     for key in [key for key in _built if key[1] is group]:
         _built.pop(key).close()
-    closed = [twin for twin in close_twins(group) if twin is not group]
-    for twin in closed:
-        forget_streams(twin)
-    close_order(group, *closed)
+    for twin in close_twins(group):
+        if twin is not group:
+            forget_streams(twin)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from moe_ep.kernels.routes import regroup_rows, sort_routes
 from moe_ep.kernels.rows import gather_rows, sum_rows
-
 from moe_ep.permute import gather_rows as torch_gather
 from moe_ep.permute import regroup as torch_regroup
 from moe_ep.permute import sort_routes as torch_sort

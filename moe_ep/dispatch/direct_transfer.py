@@ -1,0 +1,105 @@
+"""The two communications of `direct`, each with its transpose: what one pushes forward the other gives back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..kernels.direct import Peers, Received, Shape, Trip
+from .transfer import Tensors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blocks:
+    """Thread blocks of each kernel: (that send, in all)."""
+
+    push: tuple[int, int]
+    expand: tuple[int, int]
+    give_back: tuple[int, int]
+
+
+class Push:
+    """Rows and weights to the experts' ranks. Its transpose brings rows' and weights' gradients back.
+
+    Args:
+        settle: exchanges counts on the current stream; sets plan and capacities of the trip.
+
+    """
+
+    def __init__(self, peers: Peers, trip: Trip, blocks: Blocks, expand: bool, settle: Callable[[Trip], None]) -> None:
+        self.peers, self.trip, self.blocks, self.expand = peers, trip, blocks, expand
+        self._received: Received | None = None
+        self._settle: Callable[[Trip], None] | None = settle
+
+    def forward(self, payload: Tensors) -> tuple[Tensors, list[Any]]:
+        """(x [T, H], weights float32 [T, K]) to (rows [U or N, H], row weights float32 [N])."""
+        x_TH, weights_TK = payload
+        assert self._settle is not None, "a trip starts once"
+        self._settle(self.trip)
+        self._settle = None  # it holds the dispatcher, which backward does not need
+        blocks = self.blocks.expand if self.expand else self.blocks.push
+        received = self.peers.push_first(x_TH, weights_TK, self.trip, expand=self.expand, blocks=blocks)
+        self._received = received
+        return (received.rows, received.row_weights), []
+
+    def take(self) -> Received:
+        """What came, with the integers for the experts; once, since the experts keep what they need of it."""
+        received, self._received = self._received, None
+        assert received is not None, "taken before it came, or twice"
+        return received
+
+    def backward(self, grads: Tensors) -> tuple[Tensors, list[Any]]:
+        """Gradients of the rows and of their weights to those of x [T, H] and of the weights [T, K]."""
+        d_rows, d_weights = grads
+        dx_TH, d_weights_TK = self.peers.give_back(
+            d_rows, self.trip, add_routes=self.expand, row_weights=d_weights, blocks=self.blocks.give_back
+        )
+        assert d_weights_TK is not None, "weights travel"
+        return (dx_TH, d_weights_TK), []
+
+    def reduce(self, parts: Tensors) -> Tensors:
+        """Nothing is left to do."""
+        return parts
+
+
+class GiveBack:
+    """Expert rows [N, H] home, added up to y [T, H]. Its transpose pushes dy to every place of a token's routes."""
+
+    def __init__(self, peers: Peers, trip: Trip, blocks: Blocks) -> None:
+        self.peers, self.trip, self.blocks = peers, trip, blocks
+
+    def forward(self, payload: Tensors) -> tuple[Tensors, list[Any]]:
+        """(y [N, H]) to (y [T, H])."""
+        y_TH, _ = self.peers.give_back(payload[0], self.trip, add_routes=True, blocks=self.blocks.give_back)
+        return (y_TH,), []
+
+    def backward(self, grads: Tensors) -> tuple[Tensors, list[Any]]:
+        """(dy [T, H]) to (dy [N, H]); rows behind the last stay unwritten."""
+        return (self.peers.push_again(grads[0], self.trip, expand=True, blocks=self.blocks.expand),), []
+
+    def reduce(self, parts: Tensors) -> Tensors:
+        """Nothing is left to do."""
+        return parts
+
+
+def capacities(factor: float, shape: Shape) -> tuple[int, int]:
+    """(row_capacity, unique_capacity): `factor` x balanced rows, at most what all ranks can send."""
+    tokens = shape.num_ranks * shape.max_tokens
+    rows = min(tokens * shape.top_k, max(1, math.ceil(factor * shape.max_tokens * shape.top_k)))
+    return rows, min(rows, tokens)
+
+
+def default_blocks(device: torch.device, num_sms: int | None) -> Blocks:
+    """From the SMs that may be used: a quarter of a push sends; moving rows on takes the others."""
+    total = torch.cuda.get_device_properties(device).multi_processor_count
+    most = total if num_sms is None else min(num_sms, total)
+    push = min(most, 48)
+    return Blocks(
+        push=(max(1, push // 4), push),
+        expand=(max(1, most // 4), most),
+        give_back=(max(1, most // 2), most),
+    )
