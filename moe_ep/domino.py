@@ -30,6 +30,7 @@ from .dispatch.ticket import Stage, Ticket
 from .dispatch.waits import ALL_WAITS
 from .errors import InputError, ProtocolError, RecipeError
 from .layer import LayerFlight, MoEAux, MoELayer
+from .peers import is_early_stop
 from .schedule import Kind, Link, Schedule, Step, schedule
 from .tracing import stage_range
 
@@ -160,8 +161,23 @@ class _Run:
     def walk(self, steps: Iterable[Step], *, again: bool = False) -> None:
         """Take the steps in order. `again`: of a region's second pass, whose results nobody sees."""
         for step in steps:
-            if not (again and step.key.kind is Kind.COMBINE):
+            if again and step.key.kind is Kind.COMBINE:
+                continue
+            try:
                 _DO[step.key.kind](self, step.key.micro_batch)
+            except Exception as err:
+                if not is_early_stop(err):
+                    self._abandon(err, step)
+                raise
+
+    def _abandon(self, err: Exception, step: Step) -> None:
+        """Give back what the micro-batches hold, and let no rank wait for this one."""
+        tickets = [flight.ticket for flight in self.flights.values()]
+        for ticket in [*tickets, *(pending.ticket for pending in self.inputs.values() if pending.ticket is not None)]:
+            ticket.release()
+        moe, (kind, i) = self.layer.moe, step.key[:2]
+        if moe is not None:
+            moe.dispatcher.raise_everywhere(err, f"layer {moe.layer_index}, micro-batch {i} ({kind})")
 
     def results(self) -> Group:
         """Pending outputs and what the routers said."""
@@ -277,16 +293,29 @@ def launch(
 
     Raises:
         InputError: no micro-batch, or another number of masks.
+        PeerError: another rank raised; this one's own errors are raised as they are.
     """
     if not xs or (valid is not None and len(valid) != len(xs)):
         masks = "" if valid is None else f" and {len(valid)} masks"
         raise InputError(f"got {len(xs)} micro-batches{masks}; give at least one, and one mask (or None) for each")
     pending, auxes = [Pending(base=x) for x in xs], [list[MoEAux]() for _ in xs]
-    for layer in layers:
-        pending, said = layer(pending, valid)
+    layers = list(layers)
+    for number, layer in enumerate(layers):
+        try:
+            pending, said = layer(pending, valid)
+        except Exception as err:
+            _tell(err, layers, number)
+            raise
         for collected, aux in zip(auxes, said, strict=True):
             collected += [] if aux is None else [aux]
     return pending, auxes
+
+
+def _tell(err: Exception, layers: Sequence[nn.Module], number: int) -> None:
+    """For dense layers, and what a framework does around a layer."""
+    found = [getattr(layer, "moe", None) for layer in layers]
+    for dispatcher in {moe.dispatcher: None for moe in found if isinstance(moe, MoELayer)}:
+        dispatcher.raise_everywhere(err, f"layer {number} of {len(layers)}")
 
 
 class DominoStack(nn.Module):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .errors import CapacityError, InputError, MoEError, NonFiniteError, PeerError, ProtocolError, lost_peer
+from .peers import mark_everywhere
 from .routing import Routing, count_bad_ids
 
 FORWARD_ONLY = 1  # the value of a pair without a fault, where no gradient is recorded
@@ -76,7 +77,9 @@ def describe(code: int, value: int, where: str, num_experts: int) -> MoEError:
     if code not in _SENTENCES:
         return ProtocolError(f"{where}: there is no fault of code {code}; install one version of moe_ep on all ranks")
     kind, sentence = _SENTENCES[Fault(code)]
-    return kind(f"{where}: {sentence.format(value=value, num_experts=num_experts)}")
+    error = kind(f"{where}: {sentence.format(value=value, num_experts=num_experts)}")
+    mark_everywhere(error)  # whoever learns of a fault raises
+    return error
 
 
 def raise_faults(

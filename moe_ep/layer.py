@@ -6,7 +6,9 @@ one after the other. Nothing of a micro-batch is kept on the module: it lives in
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 import torch
@@ -23,6 +25,7 @@ from .errors import InputError, MoEError, RecipeError
 from .experts import SharedExperts, build_experts
 from .load import rank_load
 from .losses import RouterAux
+from .peers import is_early_stop, mark_everywhere
 from .router import SigmoidRouter, build_router
 from .routing import Routing
 from .schedule import Link
@@ -140,10 +143,11 @@ class MoELayer(nn.Module):
 
         Raises:
             InputError, CapacityError, NonFiniteError: a fault of this rank's input; the other ranks get a PeerError.
+            PeerError: another rank raised, here or in its experts.
         """
         flight = self.launch_dispatch(x, valid, micro_batch=micro_batch)
         self.launch_combine(flight)
-        with stage_range("shared", self.layer_index, micro_batch):
+        with self._telling(flight, "shared experts"), stage_range("shared", self.layer_index, micro_batch):
             shared = self.run_shared(x if valid is None else x.masked_fill(~valid[..., None], 0))
         y = self.resolve(flight)
         return (y if shared is None else y + shared), self.aux_of(flight)
@@ -168,10 +172,11 @@ class MoELayer(nn.Module):
         try:
             with stage_range("route", self.layer_index, micro_batch):
                 x_TH, routing, router_aux = self._route(x, valid)
-        except Exception:
+        except Exception as err:
             # the other ranks are on their way to the exchange of counts; they must not wait there for this one
             device = x.device if isinstance(x, Tensor) else None
             self.dispatcher.announce_failure(device, layer=self.layer_index, micro_batch=micro_batch)
+            mark_everywhere(err)
             raise
         ticket = self.dispatcher.dispatch_preprocess(
             x_TH, routing, layer=self.layer_index, micro_batch=micro_batch, waits=waits
@@ -202,12 +207,28 @@ class MoELayer(nn.Module):
         Args:
             flight: of this micro-batch.
             beside_others: communication of other micro-batches is under way: the experts leave it SMs of a GPU.
+
+        Raises:
+            Exception: whatever the experts raise; the other ranks get a PeerError.
         """
-        expert_input = self.dispatcher.dispatch_postprocess(flight.ticket)
-        reserve = self._reserve_for(expert_input.source.device) if beside_others else 0
-        with stage_range("experts", self.layer_index, flight.ticket.micro_batch):
-            y_NH = self.experts(expert_input, reserve_sms=reserve)
-        self.dispatcher.combine_preprocess(flight.ticket, y_NH)
+        with self._telling(flight, "experts"):
+            expert_input = self.dispatcher.dispatch_postprocess(flight.ticket)
+            reserve = self._reserve_for(expert_input.source.device) if beside_others else 0
+            with stage_range("experts", self.layer_index, flight.ticket.micro_batch):
+                y_NH = self.experts(expert_input, reserve_sms=reserve)
+            self.dispatcher.combine_preprocess(flight.ticket, y_NH)
+
+    @contextlib.contextmanager
+    def _telling(self, flight: LayerFlight, stage: str) -> Iterator[None]:
+        """Around what runs while the other ranks expect this one's next communication."""
+        try:
+            yield
+        except Exception as err:
+            if not is_early_stop(err):
+                where = flight.ticket.where
+                flight.ticket.release()
+                self.dispatcher.raise_everywhere(err, f"{where} ({stage})")
+            raise
 
     def _reserve_for(self, device: torch.device) -> int:
         if self.reserve_sms is not None:

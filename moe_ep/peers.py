@@ -14,6 +14,7 @@ _LOST = re.compile(
     re.IGNORECASE,
 )
 _EVERYWHERE = "raised_on_all_ranks"
+_EARLY_STOP = "_StopRecomputationError"  # how torch's activation checkpoint leaves its second pass; nothing failed
 
 
 def is_lost_peer(err: BaseException) -> bool:
@@ -35,4 +36,9 @@ def mark_everywhere(err: Exception) -> None:
 
 def is_everywhere(err: BaseException) -> bool:
     """Whether the other ranks raise too: by agreement, because they were told, or because a rank is gone."""
-    return isinstance(err, PeerError) or getattr(err, _EVERYWHERE, False) or is_lost_peer(err)
+    return isinstance(err, PeerError) or getattr(err, _EVERYWHERE, False) or is_early_stop(err) or is_lost_peer(err)
+
+
+def is_early_stop(err: BaseException) -> bool:
+    """Whether it only says that an activation checkpoint has recomputed enough."""
+    return type(err).__name__ == _EARLY_STOP

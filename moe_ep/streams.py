@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .alarm import Alarm, find_alarm
 from .debug import debug
 from .errors import lost_peer
 from .peers import is_lost_peer
@@ -72,16 +73,20 @@ class InFlight:
         self._works = works
         self._event = event
         self._keep: Sequence[Any] = keep
+        self.alarm: Alarm | None = None
 
     def wait(self) -> tuple[Tensor, ...]:
         """Make the caller's stream (on CPU: the host) wait; returns the results and lets go of the inputs.
 
         Raises:
-            PeerError: a collective failed or timed out; the message says which.
+            PeerError: a collective failed or timed out, and the message says which; or another rank raised.
         """
         if _waits.at_arrival:
             with transfer_range("wait", self.what):
                 self._wait()
+        if self.alarm is not None:
+            self.alarm.check()
+            self.alarm.last = self.what
         results, self.results, self._works, self._keep = self.results, (), [], ()
         return results
 
@@ -92,6 +97,8 @@ class InFlight:
             for work in self._works:
                 work.wait()
         except RuntimeError as err:
+            if self.alarm is not None:
+                self.alarm.explain(err)
             raise lost_peer(self.what, err) from err
 
     def wait_on_host(self) -> tuple[Tensor, ...]:
@@ -100,6 +107,20 @@ class InFlight:
             with transfer_range("wait", self.what):
                 self._event.synchronize()
         return self.wait()
+
+    def has_ended(self) -> bool:
+        """Whether it is over, without waiting.
+
+        Raises:
+            RuntimeError: it is over because it failed.
+        """
+        if self._event is not None:
+            return bool(self._event.query())
+        if not all(work.is_completed() for work in self._works):
+            return False
+        for work in self._works:
+            work.wait()
+        return True
 
     def __del__(self) -> None:
         if self._event is not None and self._keep:  # nobody waited: the caller's pool gets the inputs back only behind
@@ -128,17 +149,29 @@ class CommStream:
             keep: what `fn` reads, kept alive until `InFlight.wait`.
 
         Raises:
-            PeerError: a collective failed at once, as NCCL's do once a rank is known to be lost.
+            PeerError: a collective failed at once, as NCCL's do once a rank is known to be lost; or another rank
+                raised.
         """
+        alarm = find_alarm(self.group)
+        if alarm is None:
+            return self._launch(what, fn, keep)
+        alarm.check()
+        with alarm.launching():
+            flight = self._launch(what, fn, keep)
+        flight.alarm = alarm
+        return flight
+
+    def _launch(self, what: str, fn: Launch, keep: Sequence[Any]) -> InFlight:
         with transfer_range("launch", what):
             try:
-                return self._launch(what, fn, keep)
+                return self.issue(what, fn, keep)
             except RuntimeError as err:
                 if is_lost_peer(err):
                     raise lost_peer(what, err) from err
                 raise
 
-    def _launch(self, what: str, fn: Launch, keep: Sequence[Any]) -> InFlight:
+    def issue(self, what: str, fn: Launch, keep: Sequence[Any] = ()) -> InFlight:
+        """As `launch`, whatever other ranks say: also what completes the communication of a rank that has raised."""
         if self.stream is None:
             results, works = fn()
             return InFlight(what, results, works, None, keep)
@@ -167,6 +200,12 @@ def comm_stream(device: torch.device, group: dist.ProcessGroup | None, *, early:
     if key not in _streams:
         _streams[key] = CommStream(device, group)
     return _streams[key]
+
+
+def any_stream(device: torch.device, group: dist.ProcessGroup) -> CommStream:
+    """The stream that a group's communication runs on, be it an early one."""
+    early = (device, group.group_name, True) in _streams
+    return comm_stream(device, group, early=early)
 
 
 def forget_streams(group: dist.ProcessGroup) -> None:

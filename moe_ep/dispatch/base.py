@@ -14,11 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..alarm import Alarm, alarm_of
 from ..config import DispatchConfig
 from ..eager import eager
 from ..errors import InputError, MoEError, ProtocolError
 from ..faults import Fault, FaultRecord, routing_status
 from ..ops import choose_kernels
+from ..peers import mark_everywhere
 from ..permute import ExpertInput
 from ..routing import Routing
 from ..schedule import Link
@@ -26,6 +28,7 @@ from ..streams import CommStream, InFlight, LanePool, comm_stream
 from ..tracing import stage_range
 from .capabilities import Capabilities, check_input, group_serves
 from .ticket import Stage, Ticket
+from .transfer import start_call
 from .twin import open_twin
 from .waits import stage_waits
 
@@ -58,6 +61,11 @@ class Dispatcher(ABC):
         self.kernels = choose_kernels(config, group)  # for tensors on a GPU; others are moved by torch
         self.lanes = LanePool(self.num_lane_ints)
         self._early_group = open_twin(group, "counts") if self.early_apart else group
+        self.alarm: Alarm | None = None
+        if group is not None and self.num_ranks > 1:
+            self.alarm = alarm_of(group, start_call)
+            if self._early_group is not None:
+                self.alarm.include(self._early_group)
         self._faults: FaultRecord | None = None
         self._device: torch.device | None = None  # of the last micro-batch
         self.closed = False
@@ -149,7 +157,9 @@ class Dispatcher(ABC):
             code, value, error = fault
             self._announce(ticket, self._home(x_TH.device if isinstance(x_TH, Tensor) else None), code, value)
             ticket.release()
-            raise type(error)(f"{ticket.where}: {error}")
+            told = type(error)(f"{ticket.where}: {error}")
+            mark_everywhere(told)
+            raise told
         ticket.num_tokens, self._device = x_TH.shape[0], x_TH.device
         if self.num_lane_ints:
             ticket.lend(*self.lanes.borrow(ticket, x_TH.device))
@@ -227,8 +237,24 @@ class Dispatcher(ABC):
         self._announce(ticket, self._home(device), Fault.BAD_INPUT, 0)
         ticket.release()
 
+    def raise_everywhere(self, err: Exception, where: str) -> None:
+        """Make the other ranks raise a PeerError, wherever they wait, because this one raises `err` at `where`.
+
+        It returns when all ranks have stopped (`moe_ep.alarm`); the caller then raises. Nothing happens for an error
+        that all ranks raise anyway, nor where the same one was handed over before.
+        """
+        if self.alarm is not None:
+            self.alarm.fail(err, where)
+
     def raise_if_faulted(self) -> None:
-        """Read the device's fault record (a host sync) and raise on every rank if there is one. Collective."""
+        """Read the device's fault record (a host sync) and raise on every rank if there is one. Collective.
+
+        Raises:
+            InputError, CapacityError, NonFiniteError: the fault.
+            PeerError: another rank raised.
+        """
+        if self.alarm is not None:
+            self.alarm.check()
         if self._faults is not None:
             self._faults.raise_if_set(self.group)
 

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from ..alarm import close_alarm
 from ..config import DispatchConfig, nearest
 from ..debug import debug
 from ..errors import MoEError, RecipeError, Unavailable
@@ -167,6 +168,7 @@ def close_dispatchers(group: dist.ProcessGroup | None = None) -> None:
     """Close and forget the dispatchers of a group (None: those without one). Call it before the group is destroyed."""
     for key in [key for key in _built if key[1] is group]:
         _built.pop(key).close()
+    close_alarm(group)
     for twin in close_twins(group):
         if twin is not group:
             forget_streams(twin)

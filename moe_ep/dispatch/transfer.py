@@ -11,16 +11,19 @@ backward mirrors forward, and what was interleaved in forward is interleaved in 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..alarm import alarm_of
+from ..calls import Call, Kind
 from ..errors import ProtocolError
 from ..race import begin_late
-from ..streams import CommStream, InFlight, is_async
+from ..streams import CommStream, InFlight, any_stream, is_async
 
 Tensors = tuple[Tensor, ...]
 # torch 2.13 renamed all_gather_into_tensor
@@ -210,6 +213,7 @@ def all_to_all(
         if group is None or group.size() == 1:
             out.copy_(tensor)
             return []
+        _note(group, "all_to_all", tensor, send, recv)
         apart = is_async(tensor.device)
         with _own_error():
             work = dist.all_to_all_single(_raw(out), _raw(tensor), recv, send, group=group, async_op=apart)
@@ -225,6 +229,7 @@ def all_gather(out: Tensor, tensor: Tensor, group: dist.ProcessGroup | None) -> 
         if group is None or group.size() == 1:
             out.copy_(tensor)
             return []
+        _note(group, "all_gather", tensor, tensor.shape[:1], tensor.shape[:1])
         with _own_error():
             work = _all_gather_single(_raw(out), _raw(tensor), group=group, async_op=is_async(tensor.device))
         return [] if work is None else [work]
@@ -241,6 +246,41 @@ def _own_error() -> Iterator[None]:
         if isinstance(err.__context__, RuntimeError):
             raise err.__context__ from None
         raise
+
+
+def start_call(group: dist.ProcessGroup, call: Call | None, device: torch.device) -> InFlight:
+    """Start a collective for its own sake, or to be the counterpart of another rank's; what is sent has all bits set.
+
+    Args:
+        group: of the collective.
+        call: None: nothing is started, and only the end of what was is looked for.
+        device: of this rank's communication.
+    """
+
+    def start_it() -> tuple[Tensors, list[Any]]:
+        if call is None:
+            return (), []
+        sent = torch.full((sum(call.send),), 255, dtype=torch.uint8, device=device)
+        is_gather = call.kind == "all_gather"
+        received = sent.new_empty(sum(call.recv) * (group.size() if is_gather else 1))
+        recv, send = list(call.recv), list(call.send)
+        with _own_error():
+            if is_gather:
+                work = _all_gather_single(received, sent, group=group, async_op=is_async(device))
+            else:
+                work = dist.all_to_all_single(received, sent, recv, send, group=group, async_op=is_async(device))
+        return (received, sent), [] if work is None else [work]
+
+    if device.type != "cuda":
+        return any_stream(device, group).issue("meeting of all ranks", start_it)
+    with torch.cuda.device(device):  # another thread's current device is another
+        return any_stream(device, group).issue("meeting of all ranks", start_it)
+
+
+def _note(group: dist.ProcessGroup, kind: Kind, tensor: Tensor, send: Sequence[int], recv: Sequence[int]) -> None:
+    row_bytes = tensor.element_size() * math.prod(tensor.shape[1:])
+    call = Call(kind, tensor.device.type, row_bytes, send, recv)
+    alarm_of(group, start_call).note(group, call, tensor.device)
 
 
 def _raw(tensor: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ def launch(err: Exception) -> None:
     def fail() -> tuple[tuple[Tensor, ...], list[object]]:
         raise err
 
-    CommStream(torch.device("cpu")).launch(WHAT, fail)
+    CommStream(torch.device("cpu"), None).launch(WHAT, fail)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,267 @@
+"""An exception on one rank becomes an exception on every rank.
+
+A rank whose experts (or whatever runs between two communications) raise would leave the others waiting in the next one.
+So each process keeps, for each group, an `Alarm`: a log of the collectives that it has started, and a thread that looks
+into the group's store a few times a second. The failing rank leaves its error there; what happens then is in
+`moe_ep.settlement`. Layers do this by themselves in forward. Around backward and around code of one's own:
+
+    with raise_on_all_ranks(group):
+        loss(model(x)).backward()
+
+The failing rank raises its own error, the others a PeerError with its rank, place, type and text.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+from .calls import Call, CallLog
+from .errors import PeerError
+from .peers import is_everywhere, is_lost_peer, mark_everywhere
+from .settlement import Outcome, Party, Settlement, Started, is_raised
+
+PERIOD_S = 0.2  # how often a rank looks whether another has failed
+# starts a call on a group; see `settlement.MakeUp`
+StartCall = Callable[[dist.ProcessGroup, Call | None, torch.device], Started]
+
+_alarms: dict[str, Alarm] = {}
+
+
+class Alarm:
+    """The alarm of one process group on this rank.
+
+    Args:
+        group: of two ranks or more; on every rank of it an alarm is made.
+        start_call: how a collective is started.
+
+    Attributes:
+        told: another rank has failed; this one stops at its next communication.
+        given_up: why the group serves no more, None as long as it does.
+        last: the last communication that this rank has waited for, for messages.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, start_call: StartCall) -> None:
+        self.told = False
+        self.given_up: str | None = None
+        self.last = ""
+        self.party = Party(group.rank(), group.size())
+        self.noted = 0
+        self._groups, self._numbers = [weakref.ref(group)], {group.group_name: 0}
+        self._device = torch.device("cpu")
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            self._device = torch.device("cuda", torch.cuda.current_device())
+        self._start_call = start_call
+        own_connection = group.get_group_store().clone()  # type: ignore[attr-defined]  # a long wait blocks one
+        store = PrefixStore("moe_ep.alarm", own_connection)
+        # the same store may have served an earlier group of the same name
+        self._store = PrefixStore(str(store.add(f"joined/{self.party.rank}", 1)), store)
+        self._lock = threading.Lock()
+        self._wake, self._settled, self._closed = threading.Event(), threading.Event(), False
+        self._outcome = Outcome({}, True)
+        self._thread = threading.Thread(target=self._run, daemon=True, name=f"alarm of group {group.group_name}")
+        self._thread.start()
+
+    # what the rank's own threads call
+
+    def include(self, group: dist.ProcessGroup) -> None:
+        """Watch over another process group of the same ranks, too; called on every rank, before anything runs on it."""
+        if self.watches(group):
+            return
+        self._groups.append(weakref.ref(group))
+        self._numbers[group.group_name] = len(self.party.logs)
+        self.party.logs.append(CallLog())
+        _alarms[group.group_name] = self
+
+    def watches(self, group: dist.ProcessGroup) -> bool:
+        """Whether this is the alarm of that very group."""
+        number = self._numbers.get(group.group_name)
+        return number is not None and self._groups[number]() is group
+
+    def note(self, group: dist.ProcessGroup, call: Call, device: torch.device) -> None:
+        """A collective is about to start."""
+        self._device = device
+        self.noted += 1
+        self.party.logs[self._numbers[group.group_name]].add(call)
+
+    @contextlib.contextmanager
+    def launching(self) -> Iterator[None]:
+        """Around the launch of a communication: it is noted inside, or nobody can make up for it."""
+        before = self.noted
+        yield
+        if self.noted == before:
+            self.party.unlogged = True
+
+    def check(self) -> None:
+        """Raise if another rank has failed, as soon as all ranks have stopped.
+
+        Raises:
+            PeerError: names that rank, where it was, and its error.
+        """
+        if self.told or self.given_up is not None:
+            self._raise()
+
+    def meet(self) -> None:
+        """Wait for all ranks to come here; one byte from each to all. A host sync on a GPU.
+
+        Raises:
+            PeerError: as `check`, or a rank was lost.
+        """
+        if self.noted == 0:
+            return  # nothing has travelled on any rank
+        group = self._groups[0]()
+        assert group is not None, "the process group is gone"
+        self.check()
+        call = Call("all_gather", self._device.type, 1, [1], [1])
+        self.note(group, call, self._device)
+        self._start_call(group, call, self._device).wait_on_host()
+        self.check()
+
+    def fail(self, err: Exception, where: str) -> None:
+        """Make the other ranks raise because of `err`; returns when all have stopped or the group was given up.
+
+        Nothing happens for an error that all ranks raise anyway, nor for one that was told before.
+        """
+        if is_everywhere(err):
+            return
+        mark_everywhere(err)
+        self._stop(f"{where}: {type(err).__name__}: {err}")
+        if self.given_up is not None:
+            err.add_note(self.given_up)
+
+    def explain(self, err: Exception) -> None:
+        """Raise what another rank had to say before it left, where `err` only says that it is gone.
+
+        Raises:
+            PeerError: as `check`.
+        """
+        if (self.told or self.given_up is not None) and is_lost_peer(err):
+            raise PeerError(self.given_up or self._sentence()) from err
+
+    def close(self) -> None:
+        """End the thread; idempotent."""
+        self._closed = True
+        self._wake.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(1.0)
+
+    # internals
+
+    def _raise(self) -> NoReturn:
+        self._stop(None)
+        raise PeerError(self.given_up or self._sentence())
+
+    def _stop(self, error: str | None) -> None:
+        with self._lock:
+            if self.given_up is not None or self._closed:
+                return
+            self._settled.clear()
+            self.party.error, self.party.stopped = error, True
+        self._wake.set()
+        self._settled.wait()
+
+    def _sentence(self) -> str:
+        failed = [f"rank {rank} failed in {text}" for rank, text in sorted(self._outcome.errors.items())]
+        return "; ".join(failed[:2])
+
+    def _run(self) -> None:
+        generation = 0
+        try:
+            while not self._closed and self.given_up is None and self._groups[0]() is not None:
+                self._wake.wait(PERIOD_S)
+                self._wake.clear()
+                if self.party.error is not None or is_raised(self._store, generation):
+                    self._settle(generation)
+                    generation += 1
+        except Exception as err:  # whatever it is, the rank's own thread must not wait for this one
+            self._closed = True
+            if self.told or self.party.stopped:  # else the job is at its end, and the store went first
+                self._end(Outcome(self._outcome.errors, False), f"its end was not seen ({type(err).__name__}: {err})")
+
+    def _settle(self, generation: int) -> None:
+        settlement = Settlement(self._store, generation, self.party, self._make_up)
+        self._outcome = Outcome(settlement.errors(), False)
+        self.told = True
+        outcome = settlement.run()
+        if outcome.met:
+            for log, place in zip(self.party.logs, settlement.positions(), strict=True):
+                log.skip_to(place)
+        self._end(outcome, "not all ranks came to a stop")
+
+    def _end(self, outcome: Outcome, why: str) -> None:
+        with self._lock:
+            self._outcome = outcome
+            if not outcome.met:
+                self.given_up = f"{self._sentence()}. The process group serves no more, {why}; start the ranks again"
+            self.party.error, self.party.stopped, self.told = None, False, False
+            self._settled.set()
+
+    def _make_up(self, log: int, call: Call | None) -> Started:
+        group = self._groups[log]()
+        if group is None:
+            raise RuntimeError("the process group is gone")
+        device = self._device
+        if call is not None and call.device != device.type:  # this rank has noted nothing yet
+            device = torch.device(call.device)
+        return self._start_call(group, call, device)
+
+
+def alarm_of(group: dist.ProcessGroup, start_call: StartCall) -> Alarm:
+    """The alarm of a group, made at first use; `close_alarm` ends it."""
+    alarm = _alarms.get(group.group_name)
+    if alarm is None or not alarm.watches(group):
+        close_alarm(group)
+        alarm = _alarms[group.group_name] = Alarm(group, start_call)
+    return alarm
+
+
+def find_alarm(group: dist.ProcessGroup | None) -> Alarm | None:
+    """The alarm of a group, None where there is none."""
+    alarm = None if group is None else _alarms.get(group.group_name)
+    return alarm if alarm is not None and group is not None and alarm.watches(group) else None
+
+
+def close_alarm(group: dist.ProcessGroup | None) -> None:
+    """End the alarm of a group; call it before the group is destroyed."""
+    if group is not None and group.group_name in _alarms:
+        _alarms.pop(group.group_name).close()
+
+
+@atexit.register
+def _close_all() -> None:
+    # a thread inside the store's C++ code would end the interpreter with an abort
+    for alarm in _alarms.values():
+        alarm.close()
+
+
+@contextlib.contextmanager
+def raise_on_all_ranks(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """An exception inside is raised by every rank of the group: by this one as it is, by the others as a PeerError.
+
+    Put it around forward and backward of a step. Either every rank leaves it in order, having waited for the others at
+    its end, or every rank raises, having stopped; then the next step may begin. What lies outside of moe_ep may not be
+    so forgiving: FSDP2 and DistributedDataParallel have no way out of a half-done backward.
+
+    Args:
+        group: the expert-parallel group of the model's MoE layers; None: this rank is alone.
+
+    Raises:
+        PeerError: another rank failed.
+    """
+    try:
+        yield
+        if (alarm := find_alarm(group)) is not None:
+            alarm.meet()
+    except Exception as err:
+        if (alarm := find_alarm(group)) is not None:
+            alarm.explain(err)
+            alarm.fail(err, f"a step, behind {alarm.last or 'no communication yet'}")
+        raise
