@@ -18,7 +18,7 @@ from tests.ranks.small_stack import small_stack
 
 pytestmark = pytest.mark.gpu
 # what each may need for one micro-batch, forward and backward
-BUDGETS = {"all2all": 1, "agrs": 1, "agrs, grouped router": 0, "local": 0}
+BUDGETS = {"all2all": 1, "agrs": 1, "agrs, grouped router": 0, "local": 0, "direct": 1, "direct, capacity": 0}
 
 
 def build(name: str, group: dist.ProcessGroup | None) -> MoELayer:
@@ -29,6 +29,8 @@ def build(name: str, group: dist.ProcessGroup | None) -> MoELayer:
     )  # fmt: skip
     if "grouped" in name:
         options |= dict(router="grouped", num_groups=2)
+    if "capacity" in name:
+        options |= dict(capacity_factor=2.0)
     layer = MoELayer(MoEConfig(**options), group)  # type: ignore[arg-type]
     layer.reset_parameters(0)
     return layer.cuda()
@@ -70,7 +72,7 @@ def check(found: tuple[int, str, int], name: str, extra: int) -> None:
 
 
 @pytest.mark.parametrize("planted", [False, True])
-@pytest.mark.parametrize("name", ["local", "all2all"])
+@pytest.mark.parametrize("name", ["local", "all2all", "direct", "direct, capacity"])
 def test_one_rank(name: str, planted: bool) -> None:
     """A sync that somebody adds to a layer is seen (planted)."""
     check(body_layer(None, 0, name, planted), name, int(planted))
@@ -84,7 +86,7 @@ def pool() -> Iterator[RankPool]:
 
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("planted", [False, True])
-@pytest.mark.parametrize("name", ["all2all", "agrs", "agrs, grouped router"])
+@pytest.mark.parametrize("name", ["all2all", "agrs", "agrs, grouped router", "direct", "direct, capacity"])
 def test_two_ranks(pool: RankPool, name: str, planted: bool) -> None:
     for found in pool.run(body_layer, name, planted):
         check(found, name, int(planted))
