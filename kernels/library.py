@@ -24,6 +24,11 @@ SIGNATURES = {
     "moe_ep_direct_exchange": "pp",
     "moe_ep_direct_push": "ppi",
     "moe_ep_direct_return": "ppii",
+    "moe_ep_swiglu": "ippppll",
+    "moe_ep_swiglu_backward": "ipppppppll",
+    "moe_ep_scale_rows": "ipppll",
+    "moe_ep_zero_tail": "ppll",
+    "moe_ep_write_message": "pipppplllllliip",
 }
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 

@@ -18,6 +18,7 @@ from .library import launch, library
 from .registry import register
 
 MAX_GROUPS = 8192  # experts of a sort, (rank, expert) pairs of a regroup: kMaxGroups of common.cuh
+MAX_FAULTS = 4  # of a message: kMaxFaults of routes.cu
 Tensors = tuple[Tensor, ...]
 
 
@@ -64,6 +65,19 @@ def regroup_rows_reference(counts: Tensor, num_rows: int, alignment: int) -> Ten
     return order.int(), places.int(), offsets.int(), tokens.int()
 
 
+def count_message_reference(
+    counts: Tensor, faults: list[Tensor], codes: list[int], value: int, place: int, num_ranks: int
+) -> Tensor:
+    """Reference of `count_message`."""
+    code, last = counts.new_zeros(()), counts.new_full((), value)
+    for number, met in zip(codes, faults, strict=True):
+        code, last = torch.where(met > 0, number, code), torch.where(met > 0, met, last)
+    words = torch.stack([code, last, torch.full_like(code, place)]).expand(num_ranks, 3)
+    message = counts.new_zeros((2, num_ranks, counts.numel() // num_ranks + 3))
+    message[0] = torch.cat([counts.view(num_ranks, -1), words], dim=1)
+    return message
+
+
 def _sort_routes(ids: Tensor, num_experts: int, alignment: int) -> Tensors:
     ids = ids.contiguous()
     row_token, row_slot, positions, counts, offsets, num_bad = _fake_sort_routes(ids, num_experts, alignment)
@@ -82,6 +96,17 @@ def _regroup_rows(counts: Tensor, num_rows: int, alignment: int) -> Tensors:
     return outputs
 
 
+def _count_message(
+    counts: Tensor, faults: list[Tensor], codes: list[int], value: int, place: int, num_ranks: int
+) -> Tensor:
+    message = _fake_count_message(counts, faults, codes, value, place, num_ranks)
+    missing = MAX_FAULTS - len(faults)
+    pointers, numbers = [*faults, *[None] * missing], [*codes, *[0] * missing]
+    sizes = (value, place, num_ranks, counts.numel() // num_ranks)
+    launch("moe_ep_write_message", counts, counts, len(faults), *pointers, *numbers, *sizes, message)
+    return message
+
+
 def _fake_sort_routes(ids: Tensor, num_experts: int, alignment: int) -> Tensors:
     capacity = ids.numel() + num_experts * (alignment - 1)
     row_token, row_slot = (ids.new_empty(capacity, dtype=torch.int32) for _ in range(2))
@@ -93,6 +118,12 @@ def _fake_regroup_rows(counts: Tensor, num_rows: int, alignment: int) -> Tensors
     num_local = counts.shape[1]
     sizes = (num_rows + num_local * (alignment - 1), num_rows, num_local + 1, num_local)
     return tuple(counts.new_empty(size, dtype=torch.int32) for size in sizes)
+
+
+def _fake_count_message(
+    counts: Tensor, faults: list[Tensor], codes: list[int], value: int, place: int, num_ranks: int
+) -> Tensor:
+    return counts.new_empty((2, num_ranks, counts.numel() // num_ranks + 3))
 
 
 # ids int64 [T, K] -> row_token, row_slot int32 [T*K + E*(alignment - 1)], -1 where no route is; positions int32 [T, K];
@@ -110,4 +141,13 @@ regroup_rows = register(
     reference=regroup_rows_reference,
     kernel=_regroup_rows,
     fake=_fake_regroup_rows,
+)
+# counts int64 [E], what goes with them to each of R ranks -> int64 [2, R, E/R + 3]: [0] to send, [1] to receive into.
+# Row r is the counts of rank r's experts, then (code, value, place). faults are int64 [] counts of what went wrong, at
+# most MAX_FAULTS in rising order of precedence, each with its code; without any, (0, `value`, place) travels.
+count_message = register(
+    "count_message(Tensor counts, Tensor[] faults, int[] codes, int value, int place, int num_ranks) -> Tensor",
+    reference=count_message_reference,
+    kernel=_count_message,
+    fake=_fake_count_message,
 )

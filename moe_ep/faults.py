@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .errors import CapacityError, InputError, MoEError, NonFiniteError, PeerError, ProtocolError, lost_peer
+from .ops import routes_module
 from .peers import mark_everywhere
 from .routing import Routing, count_bad_ids
 
@@ -146,6 +147,28 @@ def routing_status(routing: Routing, *, duplicates: bool = True) -> Tensor:
     if not torch.is_grad_enabled():
         value = torch.where(code > 0, value, FORWARD_ONLY)
     return torch.stack([code, value])
+
+
+def count_message(counts_E: Tensor, num_bad: Tensor, routing: Routing, place: int, num_ranks: int) -> Tensor:
+    """Counts and `routing_status` (duplicates allowed) of a routing on a GPU, laid out to be sent, in one kernel.
+
+    Args:
+        counts_E: int64 [E], routes of each expert.
+        num_bad: int64 [], ids outside [-1, E).
+        routing: for the tokens with non-finite logits.
+        place: see `place_of`.
+        num_ranks: R.
+
+    Returns:
+        int64 [2, R, L + 3]: [0] is what to send to each rank, [1] is where to receive what each one sends.
+    """
+    met = [(Fault.BAD_IDS, num_bad)]
+    if routing.bad_tokens is not None:
+        met.append((Fault.NON_FINITE, routing.bad_tokens.long()))
+    value = 0 if torch.is_grad_enabled() else FORWARD_ONLY
+    counts, codes = [count for _, count in met], [int(fault) for fault, _ in met]
+    message: Tensor = routes_module().count_message(counts_E, counts, codes, value, place, num_ranks)
+    return message
 
 
 def _tokens_with_duplicates(expert_ids_TK: Tensor) -> Tensor:

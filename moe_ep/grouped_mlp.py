@@ -11,7 +11,7 @@ so the gradient of the row weights costs no saved [N, H] and the scaled output i
 What `grouped_mm` asks for is met here and nowhere else: the stride of every row and the address of every operand
 are multiples of 16 bytes (`pad_inputs`, `_aligned`), gradients are not expanded (`_aligned`; pytorch/pytorch#144060),
 and no group table meets zero rows (`rows_mm`, `weight_grad`). It leaves the rows beyond the last group unwritten.
-Everything below works row by row there, and what leaves for other rows or other modules is zeroed (`_zero_tail`).
+Everything below works row by row there, and what leaves for other rows or other modules is zeroed (`zero_tail_`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .activation import activate, activate_backward, scale_, zero_tail_
 from .permute import ExpertInput, gather_rows
 from .sms import leave_free, left_free
 
@@ -81,6 +82,7 @@ class _Plan:
     weight_activation: bool
     gather: tuple[Tensor, Tensor, Tensor] | None  # source, row_index, positions: gather the rows again in backward
     free_sms: int  # what the forward left free, backward does
+    kernels: bool  # of this package, in place of plain torch
 
 
 def _plan(inp: ExpertInput, weight_activation: bool) -> _Plan:
@@ -93,6 +95,7 @@ def _plan(inp: ExpertInput, weight_activation: bool) -> _Plan:
         weight_activation=weight_activation,
         gather=gather,
         free_sms=left_free(),
+        kernels=inp.kernels and inp.source.is_cuda,
     )
 
 
@@ -107,13 +110,10 @@ class _GroupedSwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_NH: Tensor, weights_N: Tensor, w_gate_up: Tensor, w_down: Tensor, plan: _Plan) -> Tensor:
         h = rows_mm(x_NH, w_gate_up, plan.ends, transpose=True)
-        gate, up = h.chunk(2, dim=-1)
-        act = F.silu(gate).mul_(up)
-        if plan.weight_activation:
-            _scale_(act, weights_N)
+        act = activate(h, weights_N if plan.weight_activation else None, plan.ends, kernels=plan.kernels)
         y_NH = rows_mm(act, w_down, plan.ends, transpose=True)
         if not plan.weight_activation:
-            _scale_(y_NH, weights_N)
+            scale_(y_NH, weights_N, plan.ends, kernels=plan.kernels)
         _keep(ctx, h, (x_NH, weights_N, w_gate_up, w_down), plan)
         return y_NH
 
@@ -122,41 +122,47 @@ class _GroupedSwiGLU(torch.autograd.Function):
     def backward(ctx: Any, dy_NH: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, None]:
         h, weights_N, w_gate_up, w_down, ends, *rows = ctx.saved_tensors
         need_x, need_weights, need_gate_up, need_down = ctx.needs_input_grad[:4]
-        dx = d_weights = d_gate_up = d_down = None
-        dy_NH = _aligned(dy_NH)
-        gate, up = h.chunk(2, dim=-1)
-        silu = F.silu(gate)
-        act = silu * up
-        with leave_free(ctx.plan.free_sms):
+        dx = d_weights = d_gate_up = d_down = dh = act = None
+        dy_NH, plan = _aligned(dy_NH), ctx.plan
+        with leave_free(plan.free_sms):
             if need_x or need_weights or need_gate_up:
                 q = rows_mm(dy_NH, w_down, ends, transpose=False)
-            if need_weights:
-                d_weights = _zero_tail(row_dot(q, act), ctx.plan)
+                needs = (need_x or need_gate_up, need_down, need_weights)
+                dh, act, d_weights = activate_backward(q, h, weights_N, ends, needs, kernels=plan.kernels)
+            if d_weights is not None:
+                zero_tail_(d_weights, ends, plan.total, kernels=plan.kernels)
             if need_down:
-                d_down = weight_grad(dy_NH, _scale_(act, weights_N), ends)
-            if need_x or need_gate_up:
-                dh = _d_hidden(_scale_(q, weights_N), gate, up, silu)
-            if need_x:
-                dx = _zero_tail(rows_mm(dh, w_gate_up, ends, transpose=False), ctx.plan)
-            if need_gate_up:
-                d_gate_up = weight_grad(dh, gather_rows(*rows) if len(rows) == 3 else rows[0], ends)
+                act = activate(h, weights_N, ends, kernels=plan.kernels) if act is None else act
+                d_down = weight_grad(dy_NH, act, ends)
+            if need_x and dh is not None:
+                dx = rows_mm(dh, w_gate_up, ends, transpose=False)
+                zero_tail_(dx, ends, plan.total, kernels=plan.kernels)
+            if need_gate_up and dh is not None:
+                d_gate_up = weight_grad(dh, _rows_again(rows, plan), ends)
         return dx, d_weights, d_gate_up, d_down, None
 
 
 def _keep(ctx: Any, h: Tensor, inputs: tuple[Tensor, Tensor, Tensor, Tensor], plan: _Plan) -> None:
     """Save what the wanted gradients need, and nothing else."""
-    need_x, need_weights, need_gate_up, need_down = ctx.needs_input_grad[:4]
+    need_x, need_weights, need_gate_up, _ = ctx.needs_input_grad[:4]
     x_NH, weights_N, w_gate_up, w_down = inputs
     rows = (plan.gather or (x_NH,)) if need_gate_up else ()
     ctx.plan = dataclasses.replace(plan, gather=None)
     ctx.save_for_backward(
         h,
-        weights_N if need_x or need_gate_up or need_down else None,
+        weights_N,
         w_gate_up if need_x else None,
         w_down if need_x or need_weights or need_gate_up else None,
         plan.ends,
         *rows,
     )
+
+
+def _rows_again(kept: list[Tensor], plan: _Plan) -> Tensor:
+    """The rows that backward kept, or gathered again."""
+    if len(kept) == 1:
+        return kept[0]
+    return gather_rows(*kept, bound=plan.ends[-1:], kernels=plan.kernels)
 
 
 def rows_mm(a_NK: Tensor, w: Tensor, ends_L: Tensor, *, transpose: bool) -> Tensor:
@@ -184,31 +190,3 @@ def _aligned(t: Tensor) -> Tensor:
     strides = [math.prod(t.shape[dim + 1 :]) for dim in range(t.dim())]
     good = list(t.stride()) == strides and t.data_ptr() % ROW_ALIGNMENT == 0
     return t if good else t.clone(memory_format=torch.contiguous_format)
-
-
-def _scale_(rows: Tensor, weights_N: Tensor) -> Tensor:
-    """Multiply every row in place by its float32 weight: the product is taken in float32 and rounded once."""
-    return rows.mul_(weights_N.unsqueeze(1))
-
-
-def row_dot(a: Tensor, b: Tensor) -> Tensor:
-    """float32 [N] of the rows' inner products, products and sums in float32."""
-    return a.to(torch.float32, copy=True).mul_(b).sum(-1)
-
-
-def _d_hidden(d_act: Tensor, gate: Tensor, up: Tensor, silu: Tensor) -> Tensor:
-    """Gradient [N, 2I] of the pre-activation, written as one tensor so that the next product needs no copy."""
-    inner_size = d_act.shape[1]
-    dh = d_act.new_empty((d_act.shape[0], 2 * inner_size))
-    torch.mul(d_act, silu, out=dh[:, inner_size:])
-    torch.ops.aten.silu_backward.grad_input(d_act.mul_(up), gate, grad_input=dh[:, :inner_size])
-    return dh
-
-
-def _zero_tail(rows: Tensor, plan: _Plan) -> Tensor:
-    # filled, not multiplied: the tail may hold NaN, and 0 * NaN is NaN (huggingface/transformers#48205)
-    if plan.total is not None:
-        rows[plan.total :].zero_()
-        return rows
-    tail_N = torch.arange(rows.shape[0], device=rows.device) >= plan.ends[-1]
-    return rows.masked_fill_(tail_N.view(-1, *([1] * (rows.dim() - 1))), 0)

@@ -34,6 +34,14 @@ def routes_module() -> ModuleType:
     return routes
 
 
+@functools.cache
+def swiglu_module() -> ModuleType:
+    """`moe_ep.kernels.swiglu`, imported at first use."""
+    from .kernels import swiglu
+
+    return swiglu
+
+
 def kernels_missing(config: DispatchConfig, group: Group) -> str | None:
     """Why the kernels cannot serve a configuration on this rank, in words behind "because"; None: they can.
 

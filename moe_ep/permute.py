@@ -142,6 +142,7 @@ class SortedRoutes:
         positions: int32 [T, K], sorted place of each route, -1 where there is no route.
         counts: int64 [E], routes of each expert.
         offsets: int32 [E+1], first sorted place of each expert, and the number of routes behind.
+        num_bad: int64 [], ids outside [-1, E), where the kernels counted them on the way; else None.
     """
 
     row_token: Tensor
@@ -149,6 +150,7 @@ class SortedRoutes:
     positions: Tensor
     counts: Tensor
     offsets: Tensor
+    num_bad: Tensor | None = None
 
     @property
     def bound(self) -> Tensor:
@@ -160,8 +162,8 @@ def sort_routes(expert_ids_TK: Tensor, num_experts: int, *, kernels: bool = Fals
     """Sort the routes of a micro-batch by expert, stably, without a host sync. Ids outside [0, E) have no route."""
     if kernels and expert_ids_TK.is_cuda:
         sorted_ids = routes_module().sort_routes(expert_ids_TK, num_experts, 1)
-        names = ("row_token", "row_slot", "positions", "counts", "offsets")
-        return SortedRoutes(**dict(zip(names, sorted_ids, strict=False)))
+        names = ("row_token", "row_slot", "positions", "counts", "offsets", "num_bad")
+        return SortedRoutes(**dict(zip(names, sorted_ids, strict=True)))
     num_tokens, top_k = expert_ids_TK.shape
     flat = expert_ids_TK.reshape(-1)
     valid = (flat >= 0) & (flat < num_experts)

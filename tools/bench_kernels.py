@@ -14,105 +14,21 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this folder is no installed package
 
 from moe_ep.errors import RecipeError
-from moe_ep.permute import gather_rows, regroup, sort_routes, sum_rows
+from tools.bench_ops import Place, Work, works
 from tools.bench_options import known_rates, parse_rates
 from tools.rows import Row, RowFile, machine_header, make_row
-from tools.shapes import Shape, balanced_ids, parse_shape
+from tools.shapes import Shape, parse_shape
 from tools.timing import percentiles
 
 KERNELS, TORCH = "kernels", "torch"
 FILL_BYTES, WARMUP = 2 << 30, 3
-Run = Callable[[bool], Sequence[Tensor]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Work:
-    """One op on one shape.
-
-    Attributes:
-        name: of the op and its place, such as "gather: dispatch".
-        run: does it, with the kernels or in plain torch; both give the same bits.
-        num_bytes: that must move.
-        exact: what float64 says of the last output, None where there is no rounding.
-    """
-
-    name: str
-    run: Run
-    num_bytes: int
-    exact: Callable[[], Tensor] | None = None
-    wrong: list[str] = field(default_factory=list)
-
-
-def works(shape: Shape, dtype: torch.dtype, device: torch.device) -> list[Work]:
-    """The ops of a dispatch, a combine and their backward, on random rows."""
-    T, H, _, E, K = shape
-    N, generator = T * K, torch.Generator().manual_seed(T)
-    ids = balanced_ids(shape, 2, 0, generator).to(device)
-    x, rows = (torch.randn(n, H, generator=generator).to(device, dtype) for n in (T, N))
-    weights = torch.rand(N, generator=generator).to(device)
-    routes = sort_routes(ids, E)
-    counts_RL = routes.counts.view(2, -1)
-    order, places, _, _ = regroup(counts_RL, N)
-    moved = (routes.row_token, routes.positions)
-    slots = (routes.row_slot, routes.positions.view(-1, 1))
-    row = H * dtype.itemsize
-
-    def sort(kernels: bool) -> Sequence[Tensor]:
-        found = sort_routes(ids, E, kernels=kernels)
-        return found.row_token, found.row_slot, found.positions, found.counts, found.offsets
-
-    def group(kernels: bool) -> Sequence[Tensor]:
-        return [tensor for tensor in regroup(counts_RL, N, kernels=kernels) if tensor is not None]
-
-    def exact_sum() -> Tensor:
-        return sum_rows(rows.double(), *moved)
-
-    found = [
-        Work(name="sort_routes", run=sort, num_bytes=N * (8 + 3 * 4)),
-        Work(name="regroup_rows", run=group, num_bytes=N * 2 * 4),
-        Work(name="gather_rows: expand", run=lambda k: [gather_rows(x, *moved, kernels=k)], num_bytes=(T + N) * row),
-        Work(
-            name="sum_rows: reduce",
-            run=lambda k: [sum_rows(rows, *moved, kernels=k)],
-            num_bytes=(T + N) * row,
-            exact=exact_sum,
-        ),
-        Work(
-            name="gather_rows: weights",
-            run=lambda k: [gather_rows(weights, *slots, kernels=k)],
-            num_bytes=N * (4 + 4 + 4),
-        ),
-    ]
-    if order is not None and places is not None:
-        there = (order, places.view(-1, 1))
-        found += [
-            Work(
-                name="gather_rows: regroup", run=lambda k: [gather_rows(rows, *there, kernels=k)], num_bytes=2 * N * row
-            ),
-            Work(name="sum_rows: regroup", run=lambda k: [sum_rows(rows, *there, kernels=k)], num_bytes=2 * N * row),
-        ]
-    return found
-
-
-def check(work: Work) -> float:
-    """Relative error against float64 (0 for movement); notes what differs from plain torch in a single bit."""
-    ours, torchs = work.run(True), work.run(False)
-    for number, (one, other) in enumerate(zip(ours, torchs, strict=True)):
-        if one.shape != other.shape or one.dtype != other.dtype or not torch.equal(one, other):
-            work.wrong.append(f"output {number} of {work.name} differs from plain torch")
-    if work.exact is None:
-        return 0.0
-    exact = work.exact()
-    return float((ours[-1].double() - exact).norm() / exact.norm())
 
 
 def measure(work: Work, iterations: int, device: torch.device) -> dict[str, list[float]]:
@@ -121,11 +37,12 @@ def measure(work: Work, iterations: int, device: torch.device) -> dict[str, list
     Filling memory in front of each empties the L2 cache and takes longer than the host needs to issue the work behind
     it, so that the two events have no waiting for the host between them.
     """
-    copied = torch.randint(255, (max(work.num_bytes // 2, 1),), device=device, dtype=torch.uint8)
-    target, filled = torch.empty_like(copied), torch.empty(FILL_BYTES, device=device, dtype=torch.uint8)
-    candidates: dict[str, Callable[[], object]] = {
-        KERNELS: lambda: work.run(True), TORCH: lambda: work.run(False), "copy": lambda: target.copy_(copied)
-    }  # fmt: skip
+    filled = torch.empty(FILL_BYTES, device=device, dtype=torch.uint8)
+    candidates: dict[str, Callable[[], object]] = {KERNELS: lambda: work.run(True), TORCH: lambda: work.run(False)}
+    if work.num_bytes:
+        copied = torch.randint(255, (max(work.num_bytes // 2, 1),), device=device, dtype=torch.uint8)
+        target = torch.empty_like(copied)
+        candidates["copy"] = lambda: target.copy_(copied)
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in candidates}
     for _ in range(WARMUP + iterations):
         for name, run in candidates.items():
@@ -143,13 +60,13 @@ def rows_of(
     work: Work, shape: Shape, dtype: str, error: float, us: dict[str, list[float]], hbm_tbs: float
 ) -> list[Row]:
     """One row for each candidate; the copy's says what rate plain traffic of that size has."""
-    floor_us = work.num_bytes / (hbm_tbs * 1e6)
+    floor_us = work.floor_us(hbm_tbs)
     made = []
     for name, times in us.items():
         p10, p50, p90 = percentiles(times)
         measured = {"us_p10": p10, "us_p50": p50, "us_p90": p90, "floor_us": floor_us, "ratio": p50 / floor_us}
         task = {"level": "kernel", "pass_": "fwd", "shape": shape._asdict(), "R": 2, "M": 1, "S": 0, "dtype": dtype}
-        rate = work.num_bytes / p50 / 1e3
+        rate = work.num_bytes / p50 / 1e3 if work.num_bytes else None
         even = {"skew": 1.0, "skew_realised": 1.0}
         made.append(
             make_row(**task, **even, **measured, dispatcher=name, api=work.name, algbw=rate, err=error, status="ok")
@@ -160,9 +77,10 @@ def rows_of(
 def print_rows(shape: Shape, rows: Sequence[Row]) -> None:
     """Times, ratios to the floor and rates of one op."""
     for row in rows:
+        rate = "" if row["algbw"] is None else f"{row['algbw']:.0f} GB/s"
         print(
             f"{','.join(map(str, shape)):<24}{row['api']:<24}{row['dispatcher']:<9}{row['us_p50']:>9.1f} us "
-            f"(p10 {row['us_p10']:.1f}, p90 {row['us_p90']:.1f})  x floor {row['ratio']:.2f}  {row['algbw']:.0f} GB/s",
+            f"(p10 {row['us_p10']:.1f}, p90 {row['us_p90']:.1f})  x floor {row['ratio']:.2f}  {rate}",
             flush=True,
         )
 
@@ -188,8 +106,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     file = RowFile(Path(chosen.out) if chosen.out else None, header)
     wrong: list[str] = []
     for shape in shapes:
-        for work in works(shape, getattr(torch, chosen.dtype), device):
-            error = check(work)
+        for work in works(Place(shape, getattr(torch, chosen.dtype), device)):
+            if not any(part in work.name for part in chosen.ops):
+                continue
+            error = work.check()
             wrong += work.wrong
             us = measure(work, chosen.iterations, device)
             rows = rows_of(work, shape, chosen.dtype, error, us, rates.hbm_tbs)
@@ -204,6 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Time the CUDA kernels beside plain torch.", allow_abbrev=False)
     add = parser.add_argument
     add("--shape", nargs="+", default=["dsv3", "qwen3", "mixtral"], help="T,H,I,E,K or a preset; several in a row")
+    add("--ops", nargs="+", default=[""], help="only those whose name holds one of these words")
     add("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     add("--iterations", type=int, default=20)
     add("--rates", help="LINK_GBS,HBM_TBS of this machine; known for H200")

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..config import DispatchConfig
-from ..faults import NUM_WORDS, Fault, raise_faults
+from ..faults import NUM_WORDS, Fault, count_message, place_of, raise_faults
 from ..permute import ExpertInput, SortedRoutes, gather_rows, regroup, sort_routes, sum_rows
 from ..routing import Routing
 from ..streams import InFlight
@@ -64,7 +64,12 @@ class All2All(Dispatcher):
 
     def _dispatch_preprocess(self, ticket: Ticket, x_TH: Tensor, routing: Routing) -> None:
         routes = sort_routes(routing.expert_ids, self.config.num_experts, kernels=self.kernels)
-        early, counts_RL = self._send_counts(ticket, routes.counts, self.status(routing))
+        if routes.num_bad is None:
+            message = self._message(ticket, routes.counts, self.status(routing))
+        else:
+            place = place_of(ticket.layer, ticket.micro_batch)
+            message = count_message(routes.counts, routes.num_bad, routing, place, self.num_ranks)
+        early, counts_RL = self._send_counts(ticket, message)
         ticket.state = All2AllState(routes=routes, counts_RL=counts_RL, early=early)
         slots = routes.positions.view(-1, 1)
         ticket.payload = (
@@ -72,33 +77,37 @@ class All2All(Dispatcher):
             gather_rows(routing.weights.reshape(-1), routes.row_slot, slots, bound=routes.bound, kernels=self.kernels),
         )
 
-    def _send_counts(self, ticket: Ticket, counts_E: Tensor, status: Tensor) -> tuple[InFlight, Tensor]:
-        """Exchange [R, L + 3]: what goes to each expert of each rank, and this rank's status and place.
+    def _message(self, ticket: Ticket, counts_E: Tensor, status: Tensor) -> Tensor:
+        """int64 [2, R, L + 3]: [0] what goes to each expert of each rank, and this rank's status and place."""
+        counts_RL = counts_E.view(self.num_ranks, self.num_local)
+        words = self.words(ticket, status.to(counts_E)).expand(self.num_ranks, NUM_WORDS)
+        message = counts_RL.new_empty((2, self.num_ranks, self.num_local + NUM_WORDS))
+        torch.cat([counts_RL, words], dim=1, out=message[0])
+        return message
+
+    def _send_counts(self, ticket: Ticket, message: Tensor) -> tuple[InFlight, Tensor]:
+        """Exchange message[0] and receive into message[1].
 
         Returns:
             the exchange, whose host values are what was sent and what was received, and the received counts
             [R, L] on the device, valid behind it.
         """
-        counts_RL = counts_E.view(self.num_ranks, self.num_local)
-        words = self.words(ticket, status.to(counts_E)).expand(self.num_ranks, NUM_WORDS)
-        sent = torch.cat([counts_RL, words], dim=1)
-        both = sent.new_empty((2, *sent.shape))
-        both[0] = sent
+        sent, received = message.unbind()
         ones = [1] * self.num_ranks
-        comm = self.early(sent.device)
+        comm = self.early(message.device)
 
         def exchange() -> tuple[tuple[Tensor, ...], list[object]]:
-            works = all_to_all(both[1], sent, ones, ones, comm.group)
-            if sent.device.type != "cuda":
-                return (both,), works
+            works = all_to_all(received, sent, ones, ones, comm.group)
+            if message.device.type != "cuda":
+                return (message,), works
             assert ticket.lane is not None, "no lane"
-            ticket.lane.host.copy_(both.view(-1), non_blocking=True)
+            ticket.lane.host.copy_(message.view(-1), non_blocking=True)
             return (ticket.lane.host,), works
 
-        early = comm.launch(f"exchange of counts of {ticket.where}", exchange, keep=(sent, both))
+        early = comm.launch(f"exchange of counts of {ticket.where}", exchange, keep=(message,))
         if ticket.lane is not None:
             ticket.lane.event = early.event
-        return early, both[1][:, : self.num_local]
+        return early, received[:, : self.num_local]
 
     def _announce(self, ticket: Ticket, device: torch.device, code: Fault, value: int) -> None:
         if self.num_ranks == 1:
@@ -107,7 +116,7 @@ class All2All(Dispatcher):
             ticket.lend(*self.lanes.borrow(ticket, device))
         counts = torch.zeros(self.config.num_experts, dtype=torch.int64, device=device)
         status = torch.tensor([int(code), value], device=device)
-        self._send_counts(ticket, counts, status)[0].wait_on_host()
+        self._send_counts(ticket, self._message(ticket, counts, status))[0].wait_on_host()
 
     def _dispatch(self, ticket: Ticket) -> None:
         state: All2AllState = ticket.state

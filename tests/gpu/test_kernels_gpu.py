@@ -196,6 +196,18 @@ def test_regroup_equals_the_reference(num_ranks: int, num_local: int, most: int,
             assert one.dtype == other.dtype and torch.equal(one.cpu(), other)
 
 
+@pytest.mark.parametrize("met", ([], [0], [5], [0, 0], [5, 0], [5, 2], [1, 2, 3, 4]))
+def test_message_equals_the_reference(met: list[int]) -> None:
+    from moe_ep.kernels.routes import count_message, count_message_reference
+
+    codes = [3, 5, 6, 8][: len(met)]
+    for num_ranks, num_experts in ((1, 3), (2, 64), (8, 256), (64, 512)):
+        counts = torch.randint(0, 1 << 40, (num_experts,))
+        want = count_message_reference(counts, [torch.tensor(n) for n in met], codes, 1, 1 << 33, num_ranks)
+        got = count_message(counts.cuda(), [torch.tensor(n).cuda() for n in met], codes, 1, 1 << 33, num_ranks)
+        assert got.shape == want.shape and torch.equal(got[0].cpu(), want[0])
+
+
 def test_too_many_experts_are_refused_and_the_device_still_works() -> None:
     from moe_ep.kernels.build import KernelError
     from moe_ep.kernels.routes import sort_routes
@@ -277,3 +289,98 @@ def test_ops_obey_their_schemas_and_fakes() -> None:
     torch.library.opcheck(sum_rows, (torch.randn(12, 64, device="cuda"), positions, bound), test_utils=tests)
     torch.library.opcheck(sort_routes, (ids_of("bad", 9, 3, 5).cuda(), 5, 4), test_utils=tests)
     torch.library.opcheck(regroup_rows, (torch.tensor([[1, 2], [0, 4]], device="cuda"), 7, 2), test_utils=tests)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32), ids=str)
+@pytest.mark.parametrize("inner", (1, 9, 64, 768, 1000, 2048))
+@pytest.mark.parametrize("end", (None, 0, 13))
+def test_swiglu_is_as_near_to_float64_as_one_rounding_allows(dtype: torch.dtype, inner: int, end: int | None) -> None:
+    from moe_ep.kernels import swiglu as ops
+
+    num_rows = 21
+    limit = num_rows if end is None else end
+    generator = torch.Generator().manual_seed(inner)
+    h = (4 * torch.randn(num_rows, 2 * inner, generator=generator)).to(dtype)
+    q = torch.randn(num_rows, inner, generator=generator).to(dtype)
+    weights = torch.rand(num_rows, generator=generator)
+    for tensor in (h, q, weights):
+        tensor[limit:] = NAN
+    bound = None if end is None else torch.tensor([end], dtype=torch.int32)
+    on_gpu = [None if t is None else t.cuda() for t in (q, h, weights, bound)]
+    got = ops.swiglu_backward(*on_gpu, True, True)
+    want = ops.swiglu_backward_reference(q.double(), h.double(), weights.double(), bound, True, True)
+    # the function is computed in float32 (narrow types: with an exponential that is good to 2 + |x| units in the last
+    # place), each term with an error of its own size, and rounded once
+    wide = 2.0**-20 if dtype == torch.float32 else 2.0**-17
+    gate, up = h.double().abs().chunk(2, dim=-1)
+    values = (1 + gate) * (1 + up)
+    terms = q.double().abs() * values  # weights are at most 1
+    sizes = (torch.cat([terms, terms], 1), values, terms.sum(-1))
+    for number, (one, exact, size) in enumerate(zip(got, want, sizes, strict=True)):
+        error, rounding = (one.cpu().double() - exact)[:limit].abs(), EPSILON[torch.float32 if number == 2 else dtype]
+        allowed = rounding * exact[:limit].abs() + wide * size[:limit] + 2.0**-24
+        assert bool((error <= allowed).all()), f"output {number}: {float((error - allowed).max())}"
+    for scaled in (None, weights):
+        act = ops.swiglu(on_gpu[1], None if scaled is None else scaled.cuda(), on_gpu[3])
+        exact = ops.swiglu_reference(h.double(), None if scaled is None else scaled.double(), bound)[:limit]
+        error = (act.cpu().double()[:limit] - exact).abs()
+        assert bool((error <= EPSILON[dtype] * exact.abs() + wide * values[:limit] + 2.0**-24).all())
+    again = ops.swiglu_backward(*on_gpu, True, True)
+    for one, other in zip(got, again, strict=True):
+        same(one[:limit], other[:limit])
+
+
+@pytest.mark.parametrize("hidden", (1, 1000, 1027))
+@pytest.mark.parametrize("end", (0, 5, 12, 99))
+def test_scaling_and_zeroing_stop_at_the_bound(hidden: int, end: int) -> None:
+    from moe_ep.kernels import swiglu as ops
+
+    rows, weights = draw(12, hidden, torch.bfloat16, 8), torch.rand(12)
+    bound = torch.tensor([end], dtype=torch.int32)
+    scaled, cut = rows.cuda(), rows.cuda()
+    ops.scale_rows(scaled, weights.cuda(), bound.cuda())
+    ops.zero_tail(cut, bound.cuda())
+    want = rows.clone()
+    ops.scale_rows_reference(want, weights, bound)
+    same(scaled, want)
+    want = rows.clone()
+    ops.zero_tail_reference(want, bound)
+    same(cut, want)
+
+
+@pytest.mark.parametrize("weighting", ("output", "activation"))
+@pytest.mark.parametrize("known", (True, False))
+def test_experts_with_kernels_agree_with_torch_and_leave_no_nan(weighting: str, known: bool) -> None:
+    from moe_ep.grouped_mlp import grouped_swiglu
+    from moe_ep.permute import ExpertInput, make_offsets
+
+    counts, tail, hidden, inner = (30, 0, 5, 17), 0 if known else 12, 256, 136
+    total = sum(counts)
+    generator = torch.Generator("cuda").manual_seed(9)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda")
+
+    tokens = torch.tensor(counts, device="cuda")
+    source, weights = randn(total + tail, hidden).bfloat16(), torch.rand(total + tail, device="cuda")
+    parameters = [(0.1 * randn(4, 2 * inner, hidden)).bfloat16(), (0.1 * randn(4, hidden, inner)).bfloat16()]
+    dy = randn(total + tail, hidden).bfloat16()
+    for tensor in (source, weights, dy):
+        tensor[total:] = NAN
+    found = []
+    for kernels in (True, False):
+        leaves = [t.clone().requires_grad_() for t in (source, weights, *parameters)]
+        inp = ExpertInput(
+            source=leaves[0], row_weights=leaves[1], offsets=make_offsets(tokens), tokens_per_expert=tokens.int(),
+            capacity=total + tail, host_counts=counts if known else None, kernels=kernels,
+        )  # fmt: skip
+        y = grouped_swiglu(inp, leaves[2], leaves[3], weight_activation=weighting == "activation")
+        y.backward(dy)
+        grads = [t.grad for t in leaves]
+        assert grads[0] is not None and grads[1] is not None
+        assert grads[0][total:].count_nonzero() == 0 and grads[1][total:].count_nonzero() == 0
+        found.append([y[:total], *grads])
+    for ours, torchs in zip(*found, strict=True):
+        assert ours is not None and torchs is not None and ours.isfinite().all()
+        error = (ours.float() - torchs.float()).norm() / torchs.float().norm()
+        assert float(error) < 2.0**-7  # both round to bfloat16, torch once more on the way

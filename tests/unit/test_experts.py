@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_ep.activation import row_dot
 from moe_ep.config import MoEConfig
 from moe_ep.errors import InputError, RecipeError, Unavailable
 from moe_ep.experts import GroupedExperts, SharedExperts, build_experts, register_experts
-from moe_ep.grouped_mlp import pad_inputs, row_dot
+from moe_ep.grouped_mlp import pad_inputs
 from moe_ep.permute import ExpertInput, make_offsets
 from moe_ep.testing.oracle import RankInput, SwiGLUExperts, run_oracle
 

@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from moe_ep.__main__ import main
 from moe_ep.kernels import build as build_module
 from moe_ep.kernels.build import KernelError, arch_of, build, command, find_library, library_path
+
+from moe_ep.__main__ import main
 
 # Writes its arguments into the file behind -o, counts its runs, and takes long enough for others to come.
 COMPILER = """#!/bin/sh

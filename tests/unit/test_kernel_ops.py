@@ -6,9 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
-from moe_ep.kernels.routes import regroup_rows, sort_routes
+from moe_ep.kernels.routes import count_message, regroup_rows, sort_routes
 from moe_ep.kernels.rows import gather_rows, sum_rows
+from moe_ep.kernels.swiglu import scale_rows, swiglu, swiglu_backward, zero_tail
+
+from moe_ep.activation import activate, activate_backward, scale_, zero_tail_
 from moe_ep.permute import gather_rows as torch_gather
 from moe_ep.permute import regroup as torch_regroup
 from moe_ep.permute import sort_routes as torch_sort
@@ -89,6 +91,14 @@ def test_the_bound_cuts_what_is_read() -> None:
     assert gather_rows(torch.tensor([[3.0], [4.0]]), index, positions, bound).tolist()[:2] == [[3.0], [4.0]]
 
 
+@pytest.mark.parametrize(("bad_ids", "bad_tokens", "words"), [(0, 0, [0, 1, 9]), (3, 0, [4, 3, 9]), (3, 2, [6, 2, 9])])
+def test_the_message_carries_counts_and_the_gravest_fault(bad_ids: int, bad_tokens: int, words: list[int]) -> None:
+    faults = [torch.tensor(bad_ids), torch.tensor(bad_tokens)]
+    message = count_message(torch.arange(6), faults, [4, 6], 1, 9, 2)
+    assert message.shape == (2, 2, 6)
+    assert message[0].tolist() == [[0, 1, 2, *words], [3, 4, 5, *words]]
+
+
 @pytest.mark.parametrize("tests", [("test_schema", "test_faketensor")])
 def test_ops_obey_their_schemas_and_fakes(tests: tuple[str, ...]) -> None:
     index, positions = torch.tensor([1, -1, 0]), torch.tensor([[2, -1], [0, -1]])
@@ -96,4 +106,48 @@ def test_ops_obey_their_schemas_and_fakes(tests: tuple[str, ...]) -> None:
     check(gather_rows, (torch.randn(2, 5), index, positions, None), test_utils=tests)
     check(sum_rows, (torch.randn(3, 5), positions, torch.tensor([2], dtype=torch.int32)), test_utils=tests)
     check(sort_routes, (torch.tensor([[0, 4], [-1, 2]]), 3, 4), test_utils=tests)
+    check(count_message, (torch.arange(4), [torch.tensor(2)], [7], 0, 5, 2), test_utils=tests)
     check(regroup_rows, (torch.tensor([[1, 2], [0, 4]]), 7, 2), test_utils=tests)
+    weights, bound = torch.rand(3), torch.tensor([2], dtype=torch.int32)
+    check(swiglu, (torch.randn(3, 8), weights, bound), test_utils=tests)
+    check(swiglu_backward, (torch.randn(3, 4), torch.randn(3, 8), weights, None, True, False), test_utils=tests)
+    check(scale_rows, (torch.randn(3, 8), weights, bound), test_utils=tests)
+    check(zero_tail, (torch.randn(3, 8), bound), test_utils=tests)
+
+
+@pytest.mark.parametrize("needs", [(True, True, True), (True, False, True), (False, True, True)])
+def test_swiglu_and_its_backward_agree_with_the_torch_path(needs: tuple[bool, bool, bool]) -> None:
+    generator = torch.Generator().manual_seed(3)
+    h, q = torch.randn(7, 10, generator=generator), torch.randn(7, 5, generator=generator)
+    weights, ends = torch.rand(7, generator=generator), torch.tensor([2, 7], dtype=torch.int32)
+    close = torch.testing.assert_close
+    close(swiglu(h, None, None), activate(h, None, ends, kernels=False))
+    close(swiglu(h, weights, None), activate(h, weights, ends, kernels=False))
+    want = activate_backward(q.clone(), h, weights, ends, needs, kernels=False)
+    for one, other in zip(swiglu_backward(q, h, weights, None, *needs[:2]), want, strict=True):
+        assert one.numel() == 0 if other is None else close(one, other) is None
+
+
+def test_swiglu_backward_is_the_derivative_and_stops_at_the_bound() -> None:
+    h = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    weights = torch.rand(4, dtype=torch.float64, requires_grad=True)
+    q = torch.randn(4, 3, dtype=torch.float64)
+    gate, up = h.chunk(2, dim=-1)
+    (torch.nn.functional.silu(gate) * up * weights[:, None]).backward(q)
+    bound = torch.tensor([3], dtype=torch.int32)
+    dh, _, d_weights = swiglu_backward(q, h.detach(), weights.detach(), bound, True, False)
+    assert h.grad is not None and weights.grad is not None
+    torch.testing.assert_close(dh[:3], h.grad[:3])
+    torch.testing.assert_close(d_weights[:3], weights.grad[:3])
+    assert dh[3:].count_nonzero() == 0
+
+
+def test_scaling_and_zeroing_stop_at_the_bound() -> None:
+    rows, weights, ends = torch.ones(3, 2).bfloat16(), torch.tensor([2.0, 3.0, 5.0]), torch.tensor([1, 2])
+    scaled = rows.clone()
+    scale_rows(scaled, weights, ends[-1:])
+    assert scaled.tolist() == [[2.0, 2.0], [3.0, 3.0], [1.0, 1.0]]
+    assert scale_(rows.clone(), weights, ends, kernels=False).tolist()[:2] == scaled.tolist()[:2]
+    zero_tail(scaled, ends[-1:])
+    assert scaled.tolist() == [[2.0, 2.0], [3.0, 3.0], [0.0, 0.0]]
+    assert zero_tail_(rows.clone(), ends, None, kernels=False).tolist() == [[1.0, 1.0], [1.0, 1.0], [0.0, 0.0]]

@@ -1,0 +1,196 @@
+"""What the kernels' benchmark runs: each op on the sizes of one rank of two, with the bytes and operations it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_ep.activation import activate, activate_backward, scale_
+from moe_ep.grouped_mlp import grouped_swiglu
+from moe_ep.permute import ExpertInput, SortedRoutes, gather_rows, regroup, sort_routes, sum_rows
+
+from .shapes import Shape, balanced_ids
+
+DENSE_TFLOPS = 771.0  # of a large bfloat16 product on an H200
+Run = Callable[[bool], Sequence[Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """One op on one shape.
+
+    Attributes:
+        name: of the op and its place, such as "gather_rows: expand".
+        run: does it, with the kernels or in plain torch.
+        num_bytes: that must move, each input read once and each output written once.
+        flops: of its matrix products.
+        same_bits: whether both give the same bits; where not, they agree up to the rounding of the dtype.
+        exact: what float64 says of the last output, None where nothing is rounded.
+    """
+
+    name: str
+    run: Run
+    num_bytes: int = 0
+    flops: float = 0.0
+    same_bits: bool = True
+    exact: Callable[[], Tensor] | None = None
+    wrong: list[str] = field(default_factory=list)
+
+    def floor_us(self, hbm_tbs: float) -> float:
+        """The larger of both times, in microseconds."""
+        return max(self.num_bytes / (hbm_tbs * 1e6), self.flops / (DENSE_TFLOPS * 1e6))
+
+    def check(self) -> float:
+        """Relative error of the last output, against float64 or plain torch; notes what is wrong."""
+        ours, torchs = self.run(True), self.run(False)
+        for number, (one, other) in enumerate(zip(ours, torchs, strict=True)):
+            if one.shape != other.shape or one.dtype != other.dtype:
+                self.wrong.append(f"output {number} of {self.name} has another shape or dtype than plain torch's")
+            elif self.same_bits and not torch.equal(one, other):
+                self.wrong.append(f"output {number} of {self.name} differs from plain torch")
+            elif not self.same_bits and not _error(one, other) < 4 * torch.finfo(torch.bfloat16).eps:
+                self.wrong.append(f"output {number} of {self.name} is {_error(one, other):.1e} from plain torch")
+        if self.exact is None and self.same_bits:
+            return 0.0
+        return _error(ours[-1], torchs[-1] if self.exact is None else self.exact())
+
+
+def _error(one: Tensor, other: Tensor) -> float:
+    return float((one.double() - other.double()).norm() / other.double().norm())
+
+
+class Place(NamedTuple):
+    """Where and in what the ops run."""
+
+    shape: Shape
+    dtype: torch.dtype
+    device: torch.device
+
+    def randn(self, *size: int) -> Tensor:
+        """The same numbers for the same size."""
+        generator = torch.Generator(self.device).manual_seed(sum(size))
+        return torch.randn(*size, device=self.device, generator=generator, dtype=self.dtype)
+
+    def weights(self) -> Tensor:
+        """float32 [N], away from 0."""
+        generator = torch.Generator(self.device).manual_seed(1)
+        return 0.1 + torch.rand(self.shape.T * self.shape.K, device=self.device, generator=generator)
+
+    def ids(self) -> Tensor:
+        """Balanced ids, int64 [T, K]."""
+        return balanced_ids(self.shape, 2, 0, torch.Generator().manual_seed(self.shape.T)).to(self.device)
+
+
+def works(place: Place) -> list[Work]:
+    """The ops of a dispatch, a combine, the experts and their backward, on random rows."""
+    ids, num_experts = place.ids(), place.shape.E
+    routes = sort_routes(ids, num_experts)
+    counts_RL = routes.counts.view(2, -1)
+    return [
+        *_integers(ids, counts_RL, num_experts),
+        *_movements(place, routes, counts_RL),
+        *_activations(place),
+        _experts(place, counts_RL),
+    ]
+
+
+def _integers(ids: Tensor, counts_RL: Tensor, num_experts: int) -> list[Work]:
+    num_rows = ids.numel()
+
+    def sort(kernels: bool) -> Sequence[Tensor]:
+        found = sort_routes(ids, num_experts, kernels=kernels)
+        return found.row_token, found.row_slot, found.positions, found.counts, found.offsets
+
+    def group(kernels: bool) -> Sequence[Tensor]:
+        return [tensor for tensor in regroup(counts_RL, num_rows, kernels=kernels) if tensor is not None]
+
+    return [
+        Work(name="sort_routes", run=sort, num_bytes=num_rows * (8 + 3 * 4)),
+        Work(name="regroup_rows", run=group, num_bytes=num_rows * 2 * 4),
+    ]
+
+
+def _movements(place: Place, routes: SortedRoutes, counts_RL: Tensor) -> list[Work]:
+    T, H, _, _, K = place.shape
+    N, row = T * K, H * place.dtype.itemsize
+    x, rows, weights = place.randn(T, H), place.randn(N, H), place.weights()
+    moved, slots = (routes.row_token, routes.positions), (routes.row_slot, routes.positions.view(-1, 1))
+    order, places, _, _ = regroup(counts_RL, N)
+
+    def gather(source: Tensor, to: tuple[Tensor, Tensor]) -> Run:
+        return lambda kernels: [gather_rows(source, *to, kernels=kernels)]
+
+    def add(to: tuple[Tensor, Tensor]) -> Run:
+        return lambda kernels: [sum_rows(rows, *to, kernels=kernels)]
+
+    found = [
+        Work(name="gather_rows: expand", run=gather(x, moved), num_bytes=(T + N) * row),
+        Work(
+            name="sum_rows: reduce",
+            run=add(moved),
+            num_bytes=(T + N) * row,
+            exact=lambda: sum_rows(rows.double(), *moved),
+        ),
+        Work(name="gather_rows: weights", run=gather(weights, slots), num_bytes=N * (4 + 4 + 4)),
+    ]
+    if order is not None and places is not None:
+        there = (order, places.view(-1, 1))
+        found += [
+            Work(name="gather_rows: regroup", run=gather(rows, there), num_bytes=2 * N * row),
+            Work(name="sum_rows: regroup", run=add(there), num_bytes=2 * N * row),
+        ]
+    return found
+
+
+def _activations(place: Place) -> list[Work]:
+    T, H, I, _, K = place.shape  # noqa: E741
+    N, e = T * K, place.dtype.itemsize
+    h, q, y, weights = place.randn(N, 2 * I), place.randn(N, I), place.randn(N, H), place.weights()
+    ends = torch.tensor([N], dtype=torch.int32, device=place.device)
+
+    def backward(kernels: bool) -> Sequence[Tensor]:
+        taken = q if kernels else q.clone()  # torch overwrites it
+        found = activate_backward(taken, h, weights, ends, (True, True, True), kernels=kernels)
+        return [tensor for tensor in found if tensor is not None]
+
+    return [
+        Work(
+            name="swiglu: forward",
+            run=lambda kernels: [activate(h, None, ends, kernels=kernels)],
+            num_bytes=3 * N * I * e,
+            same_bits=False,
+        ),
+        Work(name="swiglu: backward", run=backward, num_bytes=6 * N * I * e, same_bits=False),
+        Work(
+            name="clone, scale_rows",
+            run=lambda kernels: [scale_(y.clone(), weights, ends, kernels=kernels)],
+            num_bytes=4 * N * H * e,
+        ),
+    ]
+
+
+def _experts(place: Place, counts_RL: Tensor) -> Work:
+    T, H, I, _, K = place.shape  # noqa: E741
+    N, counts = T * K, counts_RL.sum(0)
+    order, places, offsets, tokens = regroup(counts_RL, N)
+    source, dy = place.randn(N, H).requires_grad_(), place.randn(N, H)
+    weights = place.weights().requires_grad_()
+    w_gate_up = (0.02 * place.randn(counts.numel(), 2 * I, H)).requires_grad_()
+    w_down = (0.02 * place.randn(counts.numel(), H, I)).requires_grad_()
+    leaves = (source, weights, w_gate_up, w_down)
+    host_counts = tuple(counts.tolist())
+
+    def run(kernels: bool) -> Sequence[Tensor]:
+        inp = ExpertInput(
+            source=source, row_weights=weights, offsets=offsets, tokens_per_expert=tokens, capacity=N,
+            row_index=order, positions=None if places is None else places.view(-1, 1), host_counts=host_counts,
+            kernels=kernels,
+        )  # fmt: skip
+        y = grouped_swiglu(inp, w_gate_up, w_down, weight_activation=False)
+        return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+    return Work(name="experts: fwd+bwd", run=run, flops=18.0 * N * H * I, same_bits=False)
