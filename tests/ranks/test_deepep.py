@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import weakref
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from moe_ep.dispatch import Capabilities, register_dispatcher
+from moe_ep.config import DispatchConfig
+from moe_ep.dispatch import Capabilities, build_dispatcher, close_dispatchers, register_dispatcher
 from moe_ep.dispatch.deepep import DeepEP
+from moe_ep.dispatch.deepep_library import limit_reasons
+from moe_ep.errors import MoEError, PeerError
+from moe_ep.routing import Routing
 from moe_ep.testing import contract
 from moe_ep.testing.ranks import RankPool
 from moe_ep.testing.table_deepep import DEEPEP, DTYPE, FORMS, HIDDEN
@@ -65,3 +72,154 @@ def test_contract(pool: RankPool, form: str, case: contract.Case, refusal: str) 
 def test_the_table_has_a_row_for_every_case_and_no_other() -> None:
     assert list(DEEPEP) == [case.name for case in contract.CASES]
     assert all(len(row) == len(FORMS) for row in DEEPEP.values())
+
+
+def config(**changes: Any) -> DispatchConfig:
+    sizes = dict(name="deepep_double", num_experts=8, top_k=2, hidden_size=HIDDEN, dtype=DTYPE, max_tokens=8)
+    return DispatchConfig(**(sizes | changes))  # type: ignore[arg-type]
+
+
+def micro_batch(rank: int, num_tokens: int = 4) -> tuple[torch.Tensor, Routing]:
+    gen = torch.Generator().manual_seed(rank)
+    x = torch.randn(num_tokens, HIDDEN, generator=gen).bfloat16().requires_grad_()
+    ids = torch.rand(num_tokens, 8, generator=gen).argsort(1)[:, :2]
+    return x, Routing(expert_ids=ids, weights=torch.rand(num_tokens, 2, generator=gen), num_experts=8)
+
+
+def said_at_construction(group: dist.ProcessGroup, rank: int, changes: list[dict[str, Any]]) -> str:
+    try:
+        build_dispatcher(config(**changes[rank]), group)
+    except MoEError as err:
+        return f"{type(err).__name__}: {err}"
+    finally:
+        close_dispatchers(group)
+    return "built"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (dict(options=(("api", "v3"),)), "api must be 'v1' or 'v2', got 'v3'"),
+        (dict(options=(("expand", 1),)), "expand must be true or false, got 1"),
+        (dict(options=(("api", "v1"), ("expand", True))), "expand = true needs api = 'v2'"),
+        (dict(num_sms=7), "num_sms must be even and at least 2 (half of them send, half receive), got 7"),
+        (dict(hidden_size=8192), "at most 8176, got 8192; take api = 'v2'"),
+        (dict(options=(("api", "v2"),), hidden_size=272), "a multiple of 256, got 272"),
+        (dict(options=(("api", "v2"),), num_experts=4096), "at most 2048 experts and 256 per rank, got 4096 and 2048"),
+        (dict(top_k=33, num_experts=64), "a top_k of at most 32, got 33"),
+    ],
+)
+def test_what_the_library_cannot_do_is_refused_at_construction(
+    pool: RankPool, changes: dict[str, Any], words: str
+) -> None:
+    for said in pool.run(said_at_construction, [changes] * 2, num_ranks=2):
+        assert said.startswith("Unavailable: ") and words in said
+
+
+def test_ranks_with_another_form_hear_of_it(pool: RankPool) -> None:
+    first, second = pool.run(
+        said_at_construction, [dict(options=(("api", "v1"),)), dict(options=(("api", "v2"),))], num_ranks=2
+    )
+    assert first == second
+    assert first.startswith("PeerError: the ranks disagree about the dispatcher: options is")
+
+
+def without_the_fix(group: dist.ProcessGroup, rank: int) -> str:
+    """A release whose constructor lacks the argument that came shortly after the fix of other hidden sizes."""
+
+    class Old(deepep_double.Buffer):
+        def __init__(self, group: Any, num_nvl_bytes: int = 0, *, explicitly_destroy: bool = False) -> None: ...
+
+    library = type("deep_ep", (), {"Buffer": Old})
+    return "; ".join(limit_reasons(library, "v1", config(hidden_size=272), 2))
+
+
+def test_an_older_release_serves_fewer_hidden_sizes(pool: RankPool) -> None:
+    assert "a multiple of 256, got 272" in pool.run(without_the_fix, num_ranks=2)[0]
+
+
+def sms_used(group: dist.ProcessGroup, rank: int) -> tuple[int, int, str]:
+    before = deepep_double.Buffer.num_sms
+    dispatcher = build_dispatcher(config(num_sms=8), group)
+    text = dispatcher.describe()
+    close_dispatchers(group)
+    return before, deepep_double.Buffer.num_sms, text
+
+
+def test_the_librarys_global_number_of_sms_is_left_alone(pool: RankPool) -> None:
+    for before, after, text in pool.run(sms_used, num_ranks=2):
+        assert before == after == 20
+        assert re.search(r"api v1, 8 SMs, \d+ MiB$", text)
+
+
+def lose_a_call(group: dist.ProcessGroup, rank: int, stage: str) -> str:
+    """The library gives up after its own timeout, in a call of the stage."""
+    dispatcher: Any = build_dispatcher(config(), group)
+    x, routing = micro_batch(rank)
+
+    def give_up(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("DeepEP error: CPU recv timeout")
+
+    setattr(dispatcher.link._buffer, stage, give_up)
+    ticket = dispatcher.dispatch_preprocess(x, routing, layer=3, micro_batch=1)
+    try:
+        dispatcher.dispatch(ticket)
+        dispatcher.combine_preprocess(ticket, dispatcher.dispatch_postprocess(ticket).rows())
+        dispatcher.combine(ticket)
+    except PeerError as err:
+        dispatcher.close()  # must not wait for the others
+        return str(err)
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize("stage", ["dispatch", "combine"])
+def test_a_timeout_of_the_library_names_the_call(pool: RankPool, stage: str) -> None:
+    for rank, said in enumerate(pool.run(lose_a_call, stage, num_ranks=2)):
+        number = {"dispatch": 1, "combine": 2}[stage]
+        assert f"rank {rank} of 2, deepep_double (2 ranks, 4 experts on each), api v1" in said
+        assert f"communication {number}: {stage} of layer 3, micro-batch 1" in said
+        assert "DeepEP error: CPU recv timeout" in said
+
+
+def close_twice(group: dist.ProcessGroup, rank: int) -> list[str]:
+    """close() frees the buffer once, on all ranks; the object is of no use after it."""
+    dispatcher: Any = build_dispatcher(config(options=(("api", "v2"),)), group)
+    close_dispatchers(group)
+    dispatcher.close()
+    said = [str(dispatcher.link._buffer)]
+    try:
+        dispatcher.dispatch_preprocess(*micro_batch(rank))
+    except MoEError as err:
+        said.append(str(err))
+    return said
+
+
+def test_closing(pool: RankPool) -> None:
+    for said in pool.run(close_twice, num_ranks=2):
+        assert said[0] == "None" and "closed deepep_double dispatcher" in said[1]
+
+
+def handles_in_flight(group: dist.ProcessGroup, rank: int, options: tuple[tuple[str, object], ...]) -> int:
+    """No call leaves anything behind on the dispatcher or its link: handles live with the ticket."""
+    dispatcher: Any = build_dispatcher(config(options=options), group)
+    seen = []
+    for _ in range(3):
+        x, routing = micro_batch(rank)
+        ticket = dispatcher.dispatch_preprocess(x, routing)
+        dispatcher.dispatch(ticket)
+        inp = dispatcher.dispatch_postprocess(ticket)
+        handle = ticket.state.handle
+        seen.append(weakref.ref(handle.handle if options else handle[3]))
+        dispatcher.combine_preprocess(ticket, inp.rows())
+        dispatcher.combine(ticket)
+        y = dispatcher.combine_postprocess(ticket)
+        y.sum().backward()
+        del ticket, inp, handle, y
+    close_dispatchers(group)
+    return sum(ref() is not None for ref in seen)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_handles_die_with_their_micro_batch(pool: RankPool, form: str) -> None:
+    options = () if form == "v1" else FORMS[form]
+    assert pool.run(handles_in_flight, options, num_ranks=2) == [0, 0]

@@ -1,0 +1,176 @@
+"""Every contract that the doubles of DeepEP list, broken once: a double that lets one pass would prove nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_ep.testing.ranks import RankPool
+from tests.ranks.deepep_double import Buffer, Config, ElasticBuffer
+
+E, K, T, H = 8, 2, 4, 256
+IDS = torch.tensor([[0, 5], [1, 2], [-1, 7], [4, 3]])
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(2, timeout_s=60) as ranks:
+        yield ranks
+
+
+def rows(**changes: Any) -> dict[str, Tensor]:
+    return {"x": torch.ones(T, H).bfloat16(), "topk_idx": IDS, "topk_weights": torch.ones(T, K)} | changes
+
+
+class First:
+    """V1 with the calls made right, to be made wrong in one point."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.config = Config(8, 24, 256)
+        self.buffer = Buffer(group, self.config.get_nvl_buffer_size_hint(2 * H, 2), explicitly_destroy=True)
+        self.rank = group.rank()
+
+    def dispatch(self, layout_of: Tensor | None = None, config: Config | None = None, **changes: Any) -> Any:
+        given = rows(**changes)
+        ids = given["topk_idx"] if layout_of is None else layout_of
+        per_rank, _, per_expert, in_rank, _ = self.buffer.get_dispatch_layout(ids, E)
+        layout = dict(num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=in_rank)
+        return self.buffer.dispatch(**given, **layout, config=config or self.config)
+
+    def then(self, call: str, rows_changed: Callable[[Tensor], Tensor] = lambda x: x, **changes: Any) -> None:
+        source, *_, handle, _ = self.dispatch()
+        given = rows_changed(source if call == "combine" else rows()["x"])
+        getattr(self.buffer, call)(given, handle=handle, **({"config": self.config} | changes))
+
+
+class Second:
+    """V2, alike."""
+
+    def __init__(self, group: dist.ProcessGroup, **changes: Any) -> None:
+        sizes = dict(num_max_tokens_per_rank=T, hidden=H, num_topk=K, allow_hybrid_mode=False, explicitly_destroy=True)
+        os.environ["EP_DISABLE_GIN"] = "1"
+        self.buffer = ElasticBuffer(group, **(sizes | changes))
+
+    def dispatch(self, **changes: Any) -> Any:
+        return self.buffer.dispatch(**(rows(num_experts=E, num_sms=8) | changes))
+
+    def then(self, call: str, do_expand: bool = False, **changes: Any) -> None:
+        source, _, _, handle, _ = self.dispatch(do_expand=do_expand)
+        given = source if call == "combine" else rows()["x"]
+        getattr(self.buffer, call)(**({"x": given, "handle": handle} | changes))
+
+
+def other_order(one: First) -> None:
+    if one.rank == 0:
+        one.dispatch()
+    else:
+        one.buffer.destroy()
+
+
+def another_bound(group: dist.ProcessGroup) -> None:
+    Second(group, num_max_tokens_per_rank=T + group.rank())
+
+
+def without_gin(group: dist.ProcessGroup) -> None:
+    os.environ.pop("EP_DISABLE_GIN", None)
+    ElasticBuffer(group, num_max_tokens_per_rank=T, hidden=H, num_topk=K, allow_hybrid_mode=False)
+
+
+def changed_ids(group: dist.ProcessGroup) -> None:
+    two, ids = Second(group), IDS.clone()
+    *_, handle, _ = two.dispatch(topk_idx=ids, do_handle_copy=False)
+    ids.fill_(0)
+    two.buffer.dispatch(rows()["x"], handle=handle, num_sms=8)
+
+
+def twice_destroyed(group: dist.ProcessGroup) -> None:
+    one = First(group)
+    one.buffer.destroy()
+    one.buffer.destroy()
+
+
+ODD = Config(10, 24, 256)
+WIDE = torch.ones(T, 2 * K)
+DOUBLED = torch.tensor([[0, 0], [1, 2], [-1, 7], [4, 3]])
+BROKEN: list[tuple[str, Callable[[dist.ProcessGroup], Any]]] = [
+    ("B1", lambda g: other_order(First(g))),
+    ("B2", lambda g: First(g).dispatch(x=torch.ones(H, T).bfloat16().t())),
+    ("B2", lambda g: First(g).dispatch(topk_weights=WIDE[:, ::2])),
+    ("B2", lambda g: First(g).dispatch(topk_weights=torch.ones(T, K).double())),
+    ("B2", lambda g: First(g).dispatch(topk_idx=IDS.int())),
+    ("B2", lambda g: First(g).then("combine", lambda x: x[:-1])),
+    ("B2", lambda g: First(g).then("combine", lambda x: x.t().contiguous().t())),
+    ("B3", lambda g: First(g).then("combine", lambda x: x.float())),
+    ("B3", lambda g: Second(g).then("combine", x=torch.ones(T, H))),
+    ("B4", lambda g: Second(g).dispatch(topk_idx=IDS + 1)),
+    ("B5", twice_destroyed),
+    ("B6", changed_ids),
+    ("V1a", lambda g: Buffer.set_num_sms(7)),
+    ("V1a", lambda g: First(g).then("dispatch", config=ODD)),
+    ("V1a", lambda g: First(g).then("combine", config=ODD)),
+    ("V1a", lambda g: First(g).then("combine", config=None)),
+    ("V1b", lambda g: First(g).dispatch(layout_of=IDS.flip(0))),
+    ("V1c", lambda g: First(g).then("dispatch", topk_idx=IDS, topk_weights=torch.ones(T, K))),
+    ("V1e", lambda g: First(g).dispatch(x=torch.ones(T, 64 * H).bfloat16())),
+    ("V1f", lambda g: First(g).dispatch(x=torch.ones(T, 8).bfloat16())),
+    ("V2a", another_bound),
+    ("V2a", lambda g: Second(g).dispatch(**{k: torch.cat([v, v]) for k, v in rows().items()})),
+    ("V2b", lambda g: Second(g).dispatch(num_sms=0)),
+    ("V2b", lambda g: Second(g).then("dispatch")),
+    ("V2b", lambda g: Second(g).then("combine", num_sms=10)),
+    ("V2e", lambda g: Second(g).dispatch(topk_idx=DOUBLED)),
+    ("V2f", lambda g: Second(g).then("dispatch", do_expand=True, num_sms=8)),
+    ("V2f", lambda g: Second(g).then("combine", do_expand=True, x=torch.ones(1, H).bfloat16())),
+    ("V2g", lambda g: Second(g, hidden=128)),
+    ("V2h", without_gin),
+    ("V2h", lambda g: Second(g, allow_hybrid_mode=True)),
+]
+
+
+def break_it(group: dist.ProcessGroup, rank: int, number: int) -> str:
+    try:
+        BROKEN[number][1](group)
+    except AssertionError as err:
+        return str(err)
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize("number", range(len(BROKEN)), ids=[f"{name}-{i}" for i, (name, _) in enumerate(BROKEN)])
+def test_a_broken_contract_is_seen(pool: RankPool, number: int) -> None:
+    for said in pool.run(break_it, number):
+        assert said.startswith(f"contract {BROKEN[number][0]}") and "is broken" in said
+
+
+def made_right(group: dist.ProcessGroup, rank: int) -> None:
+    one, two = First(group), Second(group)
+    one.dispatch()
+    one.then("dispatch")
+    one.then("combine")
+    for expand in (False, True):
+        two.then("combine", do_expand=expand)
+    one.buffer.destroy()
+    two.buffer.destroy()
+
+
+def test_calls_made_right_pass(pool: RankPool) -> None:
+    pool.run(made_right)
+
+
+def arrivals(group: dist.ProcessGroup, rank: int) -> list[list[int]]:
+    """V2c: the same call twice, and the sources of the rows that came."""
+    two = Second(group, num_max_tokens_per_rank=64)
+    big = dict(
+        x=torch.ones(64, H).bfloat16(), topk_idx=torch.arange(128).view(64, 2) % E, topk_weights=torch.ones(64, 2)
+    )
+    return [two.dispatch(**big)[3].recv_src_metadata[:, 0].tolist() for _ in range(2)]
+
+
+def test_the_order_of_arrival_changes(pool: RankPool) -> None:
+    for first, second in pool.run(arrivals):
+        assert first != second and sorted(first) == sorted(second)
