@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -21,6 +21,7 @@ from moe_ep.routing import Routing
 from moe_ep.testing import contract
 from moe_ep.testing.ranks import RankPool
 from moe_ep.testing.table_deepep import DEEPEP, DTYPE, FORMS, HIDDEN
+from tests.gpu.small_training import Setup, interleaved_equals_serial, train
 from tests.ranks import deepep_double
 
 
@@ -29,7 +30,7 @@ class DoubledDeepEP(DeepEP):
     """The adapter as it is, over the doubles and on the CPU."""
 
     name: ClassVar[str] = "deepep_double"
-    capabilities: ClassVar[Capabilities] = dataclasses.replace(DeepEP.capabilities, devices=("cpu",))
+    capabilities: ClassVar[Capabilities] = replace(DeepEP.capabilities, devices=("cpu",))
     library: ClassVar[Any] = None
 
     @classmethod
@@ -223,3 +224,23 @@ def handles_in_flight(group: dist.ProcessGroup, rank: int, options: tuple[tuple[
 def test_handles_die_with_their_micro_batch(pool: RankPool, form: str) -> None:
     options = () if form == "v1" else FORMS[form]
     assert pool.run(handles_in_flight, options, num_ranks=2) == [0, 0]
+
+
+FEW = Setup(dispatcher="agrs", steps=4, tokens=24, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def curve(pool: RankPool) -> list[float]:
+    found: list[float] = pool.run(train, FEW, num_ranks=2)[0]
+    return found
+
+
+def trained(group: dist.ProcessGroup, rank: int, setup: Setup) -> tuple[list[float], list[str]]:
+    return train(group, rank, setup), interleaved_equals_serial(group, rank, setup)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_training_and_interleaving(pool: RankPool, curve: list[float], form: str) -> None:
+    """Whole layers, two interleaved micro-batches, some steps: the bits of agrs, which rounds the same partial sums."""
+    setup = replace(FEW, dispatcher="deepep_double", options=FORMS[form])
+    assert pool.run(trained, setup, num_ranks=2) == [(curve, [])] * 2
