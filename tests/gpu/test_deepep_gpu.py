@@ -8,6 +8,7 @@ pairs are in the fast tier.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
@@ -68,6 +69,13 @@ def test_contract(
         pytest.skip(f"needs DeepEP's api {api}: {apis[1] or f'the installed one offers {apis[0]}'}")
     fitted = contract.fitted(case, DTYPE, HIDDEN, FORMS[form])
     contract.check(pools[case.num_ranks], "deepep", fitted, refusal=refusal, timeout_s=120)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("form", FORMS)
+def test_fifty_steps_of_changing_lengths(pools: dict[int, RankPool], apis: tuple[list[str], str], form: str) -> None:
+    (case,) = [case for case in contract.CASES if case.name == "changing-tokens-20-steps/R2"]
+    test_contract(pools, apis, form, replace(case, argument="50"), "")
 
 
 def sms_before_and_after(group: dist.ProcessGroup, rank: int) -> tuple[int, int]:
