@@ -25,6 +25,7 @@ from torch import Tensor
 from .alarm import Alarm, find_alarm
 from .debug import debug
 from .errors import lost_peer
+from .order import order_of, told
 from .peers import is_lost_peer
 from .race import delays_around
 from .tracing import transfer_range
@@ -66,9 +67,15 @@ class InFlight:
     """One launched communication: its results are valid on the caller's stream only after `wait`."""
 
     def __init__(
-        self, what: str, results: tuple[Tensor, ...], works: list[Any], event: Any, keep: Sequence[Any]
+        self,
+        what: str,
+        results: tuple[Tensor, ...],
+        works: list[Any],
+        event: Any,
+        keep: Sequence[Any],
+        group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.what = what
+        self.what, self.group = what, group
         self.results = results
         self._works = works
         self._event = event
@@ -99,7 +106,7 @@ class InFlight:
         except RuntimeError as err:
             if self.alarm is not None:
                 self.alarm.explain(err)
-            raise lost_peer(self.what, err) from err
+            raise told(lost_peer(self.what, err), self.group) from err
 
     def wait_on_host(self) -> tuple[Tensor, ...]:
         """As `wait`, and block the host until the results can be read there."""
@@ -149,13 +156,16 @@ class CommStream:
             keep: what `fn` reads, kept alive until `InFlight.wait`.
 
         Raises:
-            PeerError: a collective failed at once, as NCCL's do once a rank is known to be lost; or another rank
-                raised.
+            PeerError: a collective failed at once, as NCCL's do once a rank is known to be lost; another rank raised;
+                under MOE_EP_DEBUG, another rank is about to launch something else.
         """
-        alarm = find_alarm(self.group)
+        alarm, order = find_alarm(self.group), order_of(self.group)
+        if alarm is not None:
+            alarm.check()
+        if order is not None:
+            order.enter(what, "" if self.group is None else self.group.group_desc, keep)
         if alarm is None:
             return self._launch(what, fn, keep)
-        alarm.check()
         with alarm.launching():
             flight = self._launch(what, fn, keep)
         flight.alarm = alarm
@@ -167,14 +177,14 @@ class CommStream:
                 return self.issue(what, fn, keep)
             except RuntimeError as err:
                 if is_lost_peer(err):
-                    raise lost_peer(what, err) from err
+                    raise told(lost_peer(what, err), self.group) from err
                 raise
 
     def issue(self, what: str, fn: Launch, keep: Sequence[Any] = ()) -> InFlight:
         """As `launch`, whatever other ranks say: also what completes the communication of a rank that has raised."""
         if self.stream is None:
             results, works = fn()
-            return InFlight(what, results, works, None, keep)
+            return InFlight(what, results, works, None, keep, self.group)
         if _waits.at_launch:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
@@ -182,7 +192,7 @@ class CommStream:
                 results, works = fn()
             event = torch.cuda.Event()
             event.record(self.stream)
-        return InFlight(what, results, works, event, keep)
+        return InFlight(what, results, works, event, keep, self.group)
 
 
 def comm_stream(device: torch.device, group: dist.ProcessGroup | None, *, early: bool = False) -> CommStream:

@@ -25,6 +25,7 @@ from recipes.optim import ShardedAdamW, owned_parameters
 from recipes.parallel import expert_names, recompute, shard
 from recipes.ranks import Ranks, same_everywhere
 from recipes.recipe import Recipe
+from recipes.routing_trace import TraceHeader, TraceRecorder, git_commit
 from recipes.train_loop import Trainer, samples_per_step
 
 
@@ -44,7 +45,8 @@ def build(recipe: Recipe, ranks: Ranks) -> Trainer:
     model: Decoder = ranks.together(lambda: build_model(recipe, ranks))
     optimizer: ShardedAdamW = ranks.together(lambda: build_optimizer(recipe, model, ranks))
     entries = Entries(model, optimizer, ranks, recipe.model.num_experts)
-    return Trainer(recipe, ranks, model, optimizer, train_data, valid_data, corpus.info, entries)
+    recorder: TraceRecorder | None = ranks.together(lambda: build_recorder(recipe, model, ranks))
+    return Trainer(recipe, ranks, model, optimizer, train_data, valid_data, corpus.info, entries, recorder)
 
 
 def read_text(recipe: Recipe) -> Corpus:
@@ -79,6 +81,32 @@ def build_optimizer(recipe: Recipe, model: Decoder, ranks: Ranks) -> ShardedAdam
     with allocating(recipe, ranks):
         owned = owned_parameters(model.named_parameters(), expert_names(model), ranks.rank)
         return ShardedAdamW(owned, recipe.train.weight_decay)
+
+
+def build_recorder(recipe: Recipe, model: Decoder, ranks: Ranks) -> TraceRecorder | None:
+    """What writes the routing trace, where the recipe wants one.
+
+    Raises:
+        Unavailable: safetensors is missing.
+    """
+    if recipe.metrics.routing_trace is None:
+        return None
+    layers, sizes, element = moe_layers(model), recipe.model, recipe.model.torch_dtype.itemsize
+    header = TraceHeader(
+        step=0,
+        rank=ranks.ep_rank,
+        replica=ranks.rank // ranks.ep_size,
+        ranks=ranks.ep_size,
+        num_experts=sizes.num_experts,
+        top_k=sizes.top_k,
+        layers=len(layers),
+        micro_batches=recipe.train.gradient_accumulation,
+        expert_bytes=3 * sizes.hidden_size * sizes.expert_intermediate_size * element,
+        row_bytes=sizes.hidden_size * element,
+        seed=recipe.train.seed,
+        commit=git_commit(),
+    )
+    return TraceRecorder(layers, Path(recipe.metrics.routing_trace), header)
 
 
 @contextlib.contextmanager

@@ -137,6 +137,11 @@ def _check_sections(recipe: Recipe) -> None:
         "choose steps that the run has",
     )
     require(
+        recipe.metrics.routing_trace is None or recipe.has_moe,
+        f"{recipe.source} [metrics]: routing_trace has nothing to record: model.first_dense_layers = "
+        f"{recipe.model.first_dense_layers} makes every layer dense; leave it out",
+    )
+    require(
         mode != "moe" or recipe.has_moe,
         f"{recipe.source} [train]: recompute = 'moe' matches no layer: model.first_dense_layers = "
         f"{recipe.model.first_dense_layers} makes every layer dense; use 'layer' or 'none'",

@@ -163,15 +163,20 @@ class CheckpointSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsSection:
-    """Log every `every` steps, validate every `valid_every` (0: only at the end), trace steps a..b (`trace_steps`)."""
+    """Log every `every` steps, validate every `valid_every` (0: only at the end), trace steps a..b (`trace_steps`).
+
+    `routing_trace` names a folder for the routing of every step (`recipes.routing_trace`): 8 bytes a route.
+    """
 
     every: int = 10
     valid_every: int = 0
     trace_steps: tuple[int, ...] | None = None
+    routing_trace: str | None = None
 
     def __post_init__(self) -> None:
         require(self.every >= 1, f"every must be at least 1, got {self.every}")
         require(self.valid_every >= 0, f"valid_every must not be negative, got {self.valid_every}")
+        require(self.routing_trace != "", "routing_trace = '' must name a folder; '.' is the working directory")
         steps = self.trace_steps
         integers = steps is None or all(type(step) is int for step in steps)
         require(

@@ -8,6 +8,7 @@ decision (stop or not) from the same sum.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections import deque
@@ -32,6 +33,7 @@ from recipes.optim import ShardedAdamW, clip_, global_norm, learning_rate
 from recipes.parallel import copies, set_last_micro_batch
 from recipes.ranks import Ranks, mark_agreed
 from recipes.recipe import Recipe
+from recipes.routing_trace import TraceRecorder
 
 
 @dataclass(slots=True)
@@ -46,6 +48,7 @@ class Trainer:
     valid_data: ValidData
     corpus: CorpusInfo
     entries: Entries
+    recorder: TraceRecorder | None = None
     step: int = 0
     saved_step: int = -1
     resumed_from: Path | None = None
@@ -71,6 +74,9 @@ def train_step(trainer: Trainer, stop: bool = False) -> tuple[Row, StepSums]:
     batches = fetch(trainer)
     data_s = time.perf_counter() - started
     sums = forward_backward(trainer, batches, stop)
+    if trainer.recorder is not None:
+        ranks, recorder, number = trainer.ranks, trainer.recorder, trainer.step + 1
+        ranks.together(lambda: recorder.write(number))  # a full disk ends all alike
     lr = rate(trainer)
     norm = update(trainer, sums, lr)
     trainer.step += 1
@@ -109,7 +115,8 @@ def forward_backward(trainer: Trainer, batches: list[Batch], stop: bool = False)
         group = batches[first : first + size]
         set_last_micro_batch(model, last=first + size == len(batches))
         losses = []
-        all_logits, all_auxes = model([batch.ids for batch in group], [batch.valid for batch in group])
+        with contextlib.nullcontext() if trainer.recorder is None else trainer.recorder.listening():
+            all_logits, all_auxes = model([batch.ids for batch in group], [batch.valid for batch in group])
         for batch, logits, auxes in zip(group, all_logits, all_auxes, strict=True):
             entropies = loss_sum(logits, batch.targets)
             total: Tensor = entropies + total_aux_loss(auxes).to(entropies.device) * batch.num_tokens

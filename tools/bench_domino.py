@@ -234,7 +234,7 @@ class StackCase(Case):
         pairs = zip(timed.ys + timed.dxs, self.left.ys + self.left.dxs, strict=True)
         found.append(same_rows(list(pairs), self.setting))
         gradients = sample_gradients(self.stack)
-        first = self.stack.gradients.setdefault((self.plan.level, self.plan.pass_, self.plan.num), gradients)
+        first = self.stack.gradients.setdefault((self.name, self.pass_, self.plan.num), gradients)
         found += [same_gradients(gradients, first, self.setting)] if first else []
         self.left = timed
         return merge_checks(found)

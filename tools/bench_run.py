@@ -189,7 +189,7 @@ def _measure(table: Table, case: Case, series: Series, check: Check, watch: Stop
     """What all ranks saw of a case, traced once more. Collective."""
     place, kept = table.setting.place, table.options.trace
     shape = "x".join(str(size) for size in table.setting.shape)
-    path = None if kept is None else kept / f"{table.level}-{shape}-{case.label}-rank{place.rank}.json"
+    path = None if kept is None else kept / f"{table.level}-{shape}-{case.label}-rank{place.rank}.json.gz"
     case.clear()
     traced = trace_once(case.run, iteration, watch, path) if case.telling or path is not None else Traced()
     case.clear()

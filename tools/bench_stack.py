@@ -157,7 +157,9 @@ class BenchStack:
             layer.moe.router = router  # type: ignore[assignment]
             layer.moe.experts.register_forward_pre_hook(lambda _, args: self.counts.append(args[0].tokens_per_expert))
         self._taps: dict[tuple[str, int], tuple[Dispatcher, TappedComm]] = {}
-        self.gradients: dict[tuple[Any, ...], dict[str, Tensor]] = {}  # samples of the first variant, by (pass, M)
+        self.gradients: dict[
+            tuple[Any, ...], dict[str, Tensor]
+        ] = {}  # samples of the first variant, by dispatcher, pass and M
 
     def _draw(self) -> None:
         """Matrices normal(0, init_std), other ones on every rank where the experts are; norms 1, inputs normal."""

@@ -6,6 +6,7 @@ A dispatcher object holds only static resources, so any number of tickets may be
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import ClassVar, TypeVar
@@ -16,10 +17,12 @@ from torch import Tensor
 
 from ..alarm import Alarm, alarm_of
 from ..config import DispatchConfig
+from ..debug import debug
 from ..eager import eager
-from ..errors import InputError, MoEError, ProtocolError
+from ..errors import InputError, MoEError, PeerError, ProtocolError
 from ..faults import Fault, FaultRecord, routing_status
 from ..ops import choose_kernels
+from ..order import Order, in_stage, open_order, told
 from ..peers import mark_everywhere
 from ..permute import ExpertInput
 from ..routing import Routing
@@ -27,6 +30,7 @@ from ..schedule import Link
 from ..streams import CommStream, InFlight, LanePool, comm_stream
 from ..tracing import stage_range
 from .capabilities import Capabilities, check_input, group_serves
+from .count_checks import check_counts
 from .ticket import Stage, Ticket
 from .transfer import start_call
 from .twin import open_twin
@@ -66,6 +70,9 @@ class Dispatcher(ABC):
             self.alarm = alarm_of(group, start_call)
             if self._early_group is not None:
                 self.alarm.include(self._early_group)
+        self._order: Order | None = None
+        if debug().checks:
+            self._order = open_order(group, open_twin(group, "checks", on_host=True), self._early_group)
         self._faults: FaultRecord | None = None
         self._device: torch.device | None = None  # of the last micro-batch
         self.closed = False
@@ -189,6 +196,9 @@ class Dispatcher(ABC):
         self._enter(ticket, Stage.DISPATCH_POSTPROCESS)
         rows = self._run(ticket, Stage.DISPATCH_POSTPROCESS, lambda: self._dispatch_postprocess(ticket))
         ticket.num_rows = rows.capacity
+        if self._order is not None:
+            ids = ticket.expert_ids
+            check_counts(ticket.where, self.name, self._order, ids, self.config.num_experts, rows)
         return rows
 
     @eager
@@ -307,11 +317,14 @@ class Dispatcher(ABC):
         ticket.expect(stage)
 
     def _run(self, ticket: Ticket, stage: Stage, fn: Callable[[], T]) -> T:
+        noted = contextlib.nullcontext() if self._order is None else in_stage(stage.label)
         try:
-            with stage_range(stage.label, ticket.layer, ticket.micro_batch), stage_waits(ticket, stage):
+            with stage_range(stage.label, ticket.layer, ticket.micro_batch), stage_waits(ticket, stage), noted:
                 result = fn()
-        except BaseException:
+        except BaseException as err:
             ticket.release()
+            if isinstance(err, PeerError):
+                told(err, self.group)
             raise
         ticket.stage = stage
         return result

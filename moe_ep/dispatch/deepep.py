@@ -78,6 +78,7 @@ class DeepEP(Dispatcher):
         options=("api", "expand"),
         host_syncs=1,
         uses_num_sms=True,
+        comm_sms=found.DEFAULT_SMS,
         packages=("tokenspeed-deepep",),
         notes=NOTES,
     )

@@ -106,6 +106,11 @@ class NcclEp(Dispatcher):
         """Options, the library's limits, then what this machine lacks."""
         return option_reasons(config) or cls.machine_reasons()
 
+    @classmethod
+    def findings(cls) -> list[str]:
+        """Which packages, NCCL and compiler were found, for `doctor`."""
+        return ["found " + ", ".join(f"{name} {version}" for name, version in cls.versions().items())]
+
     def _print_memory(self) -> None:
         if self.rank == 0:
             group_mib, handle_mib = self.sizes.group_bytes() / 2**20, self.sizes.handle_bytes() / 2**20
@@ -163,7 +168,7 @@ class NcclEp(Dispatcher):
             counts = self.engine.update(lease, ids_TK, what)
             found.append(counts)
             if not counted or device.type == "cpu":
-                return ((gathered, counts) if counted else (), works)
+                return (gathered, counts) if counted else (), works
             assert ticket.lane is not None, "no lane"
             ticket.lane.host.copy_(torch.cat([gathered.view(-1), counts.long()]), non_blocking=True)
             return (ticket.lane.host,), works
@@ -212,15 +217,15 @@ class NcclEp(Dispatcher):
         host_counts = None if state.received is None else state.received[: self.num_local]
         routes = None
         if state.transfer.ids is not None:
-            routes = sort_routes(state.transfer.ids, self.num_local)
+            routes = sort_routes(state.transfer.ids, self.num_local, kernels=self.kernels)
         ticket.state = replace(state, flight=None, transfer=None, routes=routes)
         if routes is not None:
             assert host_counts is not None, "flat rows are counted"
-            return flat_input(rows, weights, routes, host_counts)
+            return flat_input(rows, weights, routes, host_counts, self.kernels)
         counts_L = state.counts[: self.num_local]
         if host_counts is None:
             self._note_overflow(ticket, counts_L.sum())
-        return grouped_input(rows, weights, counts_L, host_counts)
+        return grouped_input(rows, weights, counts_L, host_counts, self.kernels)
 
     def _note_overflow(self, ticket: Ticket, needed: Tensor) -> None:
         assert self.sizes.budget is not None, "counted rows cannot overflow"
@@ -231,7 +236,8 @@ class NcclEp(Dispatcher):
     def _combine_preprocess(self, ticket: Ticket, y_NH: Tensor) -> None:
         routes = ticket.state.routes
         if routes is not None:
-            y_NH = sum_rows(y_NH, routes.row_token[: y_NH.shape[0]], routes.positions)
+            index = routes.row_token[: y_NH.shape[0]]
+            y_NH = sum_rows(y_NH, index, routes.positions, bound=routes.bound, kernels=self.kernels)
         ticket.payload = (self._widen(y_NH),)
 
     def _combine(self, ticket: Ticket) -> None:

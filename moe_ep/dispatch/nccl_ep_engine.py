@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ProtocolError, Unavailable
+from ..errors import MoEError, ProtocolError, Unavailable, lost_peer
 from .nccl_ep_sizes import Sizes
 from .watchdog import Watchdog
 
@@ -161,8 +161,16 @@ class Engine:
             lease.box[0].combine(inputs, outputs, config=config, stream=stream_of(rows))
 
     def close(self) -> None:
-        """Handles, then the group, then the communicator; every rank calls it, before its process group goes."""
+        """Handles, then the group, then the communicator; every rank calls it, before its process group goes.
+
+        Where an operation has failed, ranks are no longer at one call, and a collective end could wait for ever: the
+        communicator is aborted, and the rest is left to the end of the process.
+        """
         if self._group is None:
+            return
+        if self.watchdog.broken:
+            self._communicator.abort()
+            self._group = self._communicator = None
             return
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -181,8 +189,15 @@ class Engine:
     @contextlib.contextmanager
     def _operation(self, what: str, device: torch.device) -> Iterator[None]:
         self._check_open(what)
-        with self.watchdog.watch(what, device), refusals(what):
-            yield
+        with self.watchdog.watch(what, device) as one:
+            try:
+                with refusals(what):
+                    yield
+            except RuntimeError as err:
+                self.watchdog.broken = True
+                if isinstance(err, MoEError):
+                    raise
+                raise lost_peer(self.watchdog.describe(one), err) from err
 
 
 @contextlib.contextmanager
@@ -190,8 +205,8 @@ def refusals(what: str) -> Iterator[None]:
     """Turn whatever the library raises into an error of ours that says at what."""
     try:
         yield
-    except ProtocolError:
-        raise
+    except RuntimeError:
+        raise  # of torch, or ours
     except Exception as err:
         kind, text = type(err).__name__, (str(err).splitlines() or [""])[0]
         raise Unavailable(

@@ -25,23 +25,28 @@ def library_routes(routing: Routing, num_local: int, sizes: Sizes) -> tuple[Tens
     return pad(ids_TK, num_tokens, top_k, NO_ROUTE).contiguous(), pad(weights_TK, num_tokens, top_k)
 
 
-def flat_input(rows: Tensor, weights_UK: Tensor, routes: SortedRoutes, host_counts: tuple[int, ...]) -> ExpertInput:
+def flat_input(
+    rows: Tensor, weights_UK: Tensor, routes: SortedRoutes, host_counts: tuple[int, ...], kernels: bool
+) -> ExpertInput:
     """Unique rows [U, H], in the order (source rank, token), with the index that expands and groups them."""
     num_rows = sum(host_counts)
+    slots = routes.positions.reshape(-1, 1)
+    index = routes.row_slot[:num_rows]
     return ExpertInput(
         source=rows,
         row_index=routes.row_token[:num_rows],
         positions=routes.positions,
-        row_weights=gather_rows(weights_UK.reshape(-1), routes.row_slot[:num_rows], routes.positions.reshape(-1, 1)),
-        offsets=make_offsets(routes.counts),
+        row_weights=gather_rows(weights_UK.reshape(-1), index, slots, bound=routes.bound, kernels=kernels),
+        offsets=routes.offsets,
         tokens_per_expert=routes.counts.to(torch.int32),
         capacity=num_rows,
         host_counts=host_counts,
+        kernels=kernels,
     )
 
 
 def grouped_input(
-    rows: Tensor, weights_N: Tensor, counts_L: Tensor, host_counts: tuple[int, ...] | None
+    rows: Tensor, weights_N: Tensor, counts_L: Tensor, host_counts: tuple[int, ...] | None, kernels: bool
 ) -> ExpertInput:
     """Expert rows [N, H] as the library grouped them; counts beyond N, of rows that were dropped, are cut off."""
     offsets = make_offsets(counts_L)
@@ -54,6 +59,7 @@ def grouped_input(
         tokens_per_expert=offsets.diff(),
         capacity=rows.shape[0],
         host_counts=host_counts,
+        kernels=kernels,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import os
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import TypeVar
@@ -19,6 +20,7 @@ from ..config import DispatchConfig, nearest
 from ..debug import debug
 from ..errors import MoEError, RecipeError, Unavailable
 from ..ops import kernel_reasons
+from ..order import close_order
 from ..streams import forget_streams
 from .agreement import agree, check_group
 from .base import Dispatcher
@@ -159,7 +161,8 @@ def build_dispatcher(config: DispatchConfig, group: dist.ProcessGroup | None = N
     """
     key = (config, group)
     if key not in _built or _built[key].closed:
-        agree("the dispatcher", asdict(config), refusal(config, group), group)
+        values = {**asdict(config), "MOE_EP_DEBUG": os.environ.get("MOE_EP_DEBUG") == "1"}
+        agree("the dispatcher", values, refusal(config, group), group)
         _built[key] = find_dispatcher(config.name)(config, group)
     return _built[key]
 
@@ -169,6 +172,7 @@ def close_dispatchers(group: dist.ProcessGroup | None = None) -> None:
     for key in [key for key in _built if key[1] is group]:
         _built.pop(key).close()
     close_alarm(group)
-    for twin in close_twins(group):
-        if twin is not group:
-            forget_streams(twin)
+    closed = [twin for twin in close_twins(group) if twin is not group]
+    for twin in closed:
+        forget_streams(twin)
+    close_order(group, *closed)

@@ -117,6 +117,13 @@ class Ticket:
         """Arguments of `layout_stats`, kept until the ticket is released."""
         self._layout_args = args
 
+    @property
+    def expert_ids(self) -> Tensor:
+        """[T, K], as they were given; until the ticket is released."""
+        assert self._layout_args is not None, "no layout"
+        ids: Tensor = self._layout_args[0]
+        return ids
+
     def layout_stats(self) -> LayoutStats:
         """What this rank sent, as device tensors (no host sync).
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from ..alarm import alarm_of
 from ..calls import Call, Kind
 from ..errors import ProtocolError
+from ..order import order_of
 from ..race import begin_late
 from ..streams import CommStream, InFlight, any_stream, is_async
 
@@ -208,6 +209,10 @@ def all_to_all(
     out: Tensor, tensor: Tensor, recv: list[int], send: list[int], group: dist.ProcessGroup | None
 ) -> list[Any]:
     """Start an uneven all-to-all of rows; without a group a copy. Returns work handles (none on CUDA)."""
+    order = order_of(group)
+    if order is not None:
+        order.note("all_to_all", tensor, out)
+        order.compare_splits(send, recv)
 
     def begin(out: Tensor) -> list[Any]:
         if group is None or group.size() == 1:
@@ -224,6 +229,9 @@ def all_to_all(
 
 def all_gather(out: Tensor, tensor: Tensor, group: dist.ProcessGroup | None) -> list[Any]:
     """Start an all-gather of equal blocks; without a group a copy. Returns work handles (none on CUDA)."""
+    order = order_of(group)
+    if order is not None:
+        order.note("all_gather", tensor, out)
 
     def begin(out: Tensor) -> list[Any]:
         if group is None or group.size() == 1:

@@ -13,6 +13,7 @@ import atexit
 import uuid
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ..errors import lost_peer
@@ -21,12 +22,13 @@ _PrefixStore: Any = dist.PrefixStore  # type: ignore[attr-defined]
 _twins: dict[tuple[dist.ProcessGroup, str], dist.ProcessGroup] = {}
 
 
-def open_twin(group: dist.ProcessGroup | None, purpose: str) -> dist.ProcessGroup | None:
+def open_twin(group: dist.ProcessGroup | None, purpose: str, *, on_host: bool = False) -> dist.ProcessGroup | None:
     """The twin of `group` for a purpose, made at the first call; collective over `group`.
 
     Args:
         group: None, or a group of one rank: there is nobody to talk to, and the group itself is returned.
         purpose: a name for it; each purpose has a twin of its own.
+        on_host: gloo on the CPU, whatever the group's back ends are.
 
     Returns:
         a group of the same ranks, devices and timeout; `group` itself where one of its back ends is neither gloo nor
@@ -40,7 +42,7 @@ def open_twin(group: dist.ProcessGroup | None, purpose: str) -> dist.ProcessGrou
     if (group, purpose) not in _twins:
         if not _twins:
             atexit.register(_close_all)
-        _twins[group, purpose] = _make(group, purpose)
+        _twins[group, purpose] = _make(group, purpose, on_host)
     return _twins[group, purpose]
 
 
@@ -59,7 +61,7 @@ def _close_all() -> None:
         close_twins(group)
 
 
-def _make(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
+def _make(group: dist.ProcessGroup, purpose: str, on_host: bool) -> dist.ProcessGroup:
     names: list[str | None] = [None] * group.size()
     try:
         dist.all_gather_object(names, uuid.uuid4().hex, group=group)
@@ -68,12 +70,12 @@ def _make(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
     store = _PrefixStore(f"moe_ep/{names[0]}/", group.get_group_store())
     twin = dist.ProcessGroup(store, group.rank(), group.size())
     made: dict[str, tuple[Any, Any] | None] = {}
-    for device in group._device_types:
-        backend = group._get_backend(device)
+    for device in [torch.device("cpu")] if on_host else group._device_types:
+        backend = group._get_backend(group._device_types[0] if on_host else device)
         backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
-        kind = backend.name()
+        kind = "gloo" if on_host else backend.name()
         if kind not in made:
-            made[kind] = _like(backend, _PrefixStore(f"{kind}/", store), group)
+            made[kind] = _like(kind, backend, _PrefixStore(f"{kind}/", store), group)
         one = made[kind]
         if one is None:
             return group
@@ -84,18 +86,18 @@ def _make(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
     return twin
 
 
-def _like(backend: Any, store: Any, group: dist.ProcessGroup) -> tuple[Any, Any] | None:
-    """Type and object of a back end of the same kind with the same timeout; None: not of a kind that is known here."""
+def _like(kind: str, backend: Any, store: Any, group: dist.ProcessGroup) -> tuple[Any, Any] | None:
+    """Type and object of a back end of a kind with another one's timeout; None: the kind is not known here."""
     types = dist.ProcessGroup.BackendType
+    if kind not in ("gloo", "nccl"):
+        return None
     rank, size, timeout = group.rank(), group.size(), backend.options._timeout
-    if isinstance(backend, dist.ProcessGroupGloo):
+    if kind == "gloo":
         return types.GLOO, dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
-    if dist.is_nccl_available() and isinstance(backend, dist.ProcessGroupNCCL):
-        options = dist.ProcessGroupNCCL.Options()
-        options.is_high_priority_stream = True
-        options._timeout = timeout
-        options.global_ranks_in_group = dist.get_process_group_ranks(group)
-        made = dist.ProcessGroupNCCL(store, rank, size, options)
-        made._set_sequence_number_for_group()
-        return types.NCCL, made
-    return None
+    options = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = True
+    options._timeout = timeout
+    options.global_ranks_in_group = dist.get_process_group_ranks(group)
+    made = dist.ProcessGroupNCCL(store, rank, size, options)
+    made._set_sequence_number_for_group()
+    return types.NCCL, made

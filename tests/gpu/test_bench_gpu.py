@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import subprocess
@@ -61,7 +62,7 @@ def test_host_syncs_are_those_that_all2all_declares(rows: list[Row]) -> None:
 
 def test_the_trace_shows_both_streams(rows: list[Row], tmp_path_factory: pytest.TempPathFactory) -> None:
     (folder,) = (tmp_path_factory.getbasetemp()).glob("bench*/traces")
-    (path,) = folder.glob("*fwd+bwd-M2-overlapped-reserve16-rank1.json")
-    events = json.loads(path.read_text())["traceEvents"]
+    (path,) = folder.glob("*fwd+bwd-M2-overlapped-reserve16-rank1.json.gz")
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     streams = {event["args"]["stream"] for event in events if event.get("cat") == "kernel"}
     assert len(streams) >= 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
+import torch.distributed as dist
 
 from moe_ep.dispatch.nccl_ep_library import library_reasons
 from moe_ep.testing import contract
@@ -36,11 +36,17 @@ CELLS = [
 BUDGET = ("uniform/R2", "zero-tokens-on-some-ranks/R2", "four-tickets/R2", "poisoned-memory-3-steps/R2", "recompute/R2")
 
 
+def missing(group: dist.ProcessGroup, rank: int) -> list[str]:
+    """On a rank, so that the parent holds neither the library nor a CUDA context."""
+    return library_reasons()
+
+
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    if not torch.cuda.is_available() or (reasons := library_reasons()):
-        pytest.skip("; ".join(reasons) if torch.cuda.is_available() else "needs CUDA GPUs")
     with RankPool(2, backend="cpu:gloo,cuda:nccl", device="cuda", timeout_s=120.0) as ranks:
+        reasons = ranks.run(missing)[0]
+        if reasons:
+            pytest.skip("; ".join(reasons))
         yield ranks
 
 

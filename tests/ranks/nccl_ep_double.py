@@ -164,6 +164,10 @@ class Communicator:
         self.open = False
         alive["communicators"] -= 1
 
+    def abort(self) -> None:
+        self.open = False
+        alive["communicators"] -= 1
+
 
 class Group:
     def __init__(self, comm: Communicator, config: GroupConfig) -> None:

@@ -202,6 +202,6 @@ def test_a_trace_of_each_candidate_is_kept_where_asked(tmp_path: Path) -> None:
     measure(None, 0, replace(STACK, passes=("fwd",), trace=tmp_path / "new"))
     names = {path.name for path in (tmp_path / "new").iterdir()}
     assert names == {
-        f"stack-16x8x8x4x2-all2all-fwd-M2-{variant}-reserve0-rank0.json"
+        f"stack-16x8x8x4x2-all2all-fwd-M2-{variant}-reserve0-rank0.json.gz"
         for variant in ("unsplit", "split", "overlapped", "compute", "communication")
     }

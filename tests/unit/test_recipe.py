@@ -88,7 +88,7 @@ def test_max_tokens_of_the_layer_is_one_micro_batch(path):
         ("train.intra_layer_micro_batch=0", ["intra_layer_micro_batch must be at least 1", "got 0"]),
         ("replica.slots=2", ["[replica]", "slots = 2", "not available", "use 0"]),
         ("replica.planner=quota", ["[replica]", "unknown key 'planner'"]),
-        ("metrics.routing_trace=x", ["[metrics]", "unknown key 'routing_trace'"]),
+        ("metrics.routing_trace=''", ["[metrics]", "routing_trace = ''", "must name a folder"]),
         ("metrics.record_step=3", ["[metrics]", "unknown key 'record_step'"]),
         ("metrics.trace_steps=[3, 2]", ["trace_steps = [3, 2]", "[first, last]"]),
         ("metrics.trace_steps=[1.5, 2]", ["trace_steps = [1.5, 2]"]),
@@ -169,6 +169,7 @@ def test_recompute_of_moe_layers_needs_moe_layers(path):
 @pytest.mark.parametrize("key", ["dispatcher", "experts"])
 def test_names_are_checked_where_no_layer_uses_them(path, key):
     dense = ("model.first_dense_layers=2", "model.intermediate_size=8")
+    assert "routing_trace has nothing to record" in refusal(path, "metrics.routing_trace=x", *dense)
     load_recipe(path, dense)
     assert f"{key} = 'nonsense' is unknown" in refusal(path, *dense, f"moe.{key}=nonsense")
 

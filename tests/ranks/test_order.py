@@ -1,0 +1,279 @@
+"""MOE_EP_DEBUG: ranks that communicate in different orders, or with different counts, say so instead of mixing rows."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_ep import (
+    DispatchConfig,
+    DominoStack,
+    PeerError,
+    ProtocolError,
+    build_dispatcher,
+    close_dispatchers,
+    domino,
+    moe_layers,
+)  # fmt: skip
+from moe_ep.debug import debug
+from moe_ep.dispatch.all2all import All2All
+from moe_ep.dispatch.transfer import AllToAllRows, Flight, start
+from moe_ep.order import RING, order_of
+from moe_ep.permute import ExpertInput
+from moe_ep.schedule import Kind, Schedule, schedule
+from moe_ep.testing.ranks import RankPool
+from tests.ranks.race_runs import run_both_ways
+from tests.ranks.small_stack import inputs, loss_of, small_stack
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(2, timeout_s=90) as ranks:
+        yield ranks
+
+
+@contextlib.contextmanager
+def checking(group: dist.ProcessGroup) -> Iterator[io.StringIO]:
+    """MOE_EP_DEBUG is set and no dispatcher is left from before; gives what is printed."""
+    close_dispatchers(group)
+    with mock.patch.dict(os.environ, MOE_EP_DEBUG="1"), contextlib.redirect_stderr(io.StringIO()) as said:
+        debug.cache_clear()
+        try:
+            yield said
+        finally:
+            debug.cache_clear()
+            close_dispatchers(group)
+
+
+def body_right(group: dist.ProcessGroup, rank: int, dispatcher: str) -> list[str]:
+    """The same bits; what was noted."""
+    want = run_both_ways(small_stack(group, {"dispatcher": dispatcher}), rank, 2, CPU)
+    with checking(group) as said:
+        model = small_stack(group, {"dispatcher": dispatcher}, dense=(False,))
+        run_both_ways(model, rank, 2, CPU)
+        order = order_of(group)
+        assert order is not None
+        lines = [str(record) for record in order.records]
+        got = run_both_ways(small_stack(group, {"dispatcher": dispatcher}), rank, 2, CPU)
+        for _ in range(4):
+            run_both_ways(model, rank, 2, CPU)
+        assert len(order.records) == RING < order.num_launches, "a bounded number is kept"
+        assert "fails" not in said.getvalue()
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert order_of(group) is None, "closed with its dispatchers"
+    return lines
+
+
+def test_a_run_in_order_is_noted_and_not_changed(pool: RankPool) -> None:
+    for rank, lines in enumerate(pool.run(body_right, "all2all")):
+        assert [line.split(" [")[0] for line in lines] == [
+            f"{number}: {what} of layer 0, micro-batch {i}"
+            for number, (what, i) in enumerate([
+                ("exchange of counts", 0), ("dispatch", 0), ("exchange of counts", 1), ("dispatch", 1),
+                ("combine", 0), ("combine", 1), ("backward of combine", 1), ("backward of combine", 0),
+                ("backward of dispatch", 1), ("backward of dispatch", 0),
+            ])
+        ]  # fmt: skip
+        assert "[dispatch_preprocess, group moe_ep counts] sends int64 [2, 7]" in lines[0]
+        sent = (8, 0)[rank]  # 4 tokens with two routes each, and none
+        assert f"sends float32 [{sent}, 16], float32 [{sent}]: all_to_all float32 [{sent}, 16] to float32 [" in lines[1]
+        assert lines[1].count("all_to_all") == 2, "rows and weights"
+        assert "[backward, " in lines[-1]
+
+
+def test_gathered_ids_are_noted(pool: RankPool) -> None:
+    lines = pool.run(body_right, "agrs")[0]
+    assert "exchange of ids of layer 0, micro-batch 0 [dispatch_preprocess, group moe_ep counts]" in lines[0]
+    assert "all_gather float32 [12, 16] to float32 [24, 16]" in lines[1]
+
+
+def swapped(kind: Kind) -> Any:
+    """`schedule`, with the two micro-batches' steps of a kind in each other's place."""
+
+    def make(num: int, **options: Any) -> Schedule:
+        plan = schedule(num, **options)
+        steps = list(plan.steps)
+        a, b = (i for i, step in enumerate(steps) if step.key.kind is kind)
+        steps[a], steps[b] = steps[b], steps[a]
+        return replace(plan, steps=tuple(steps))
+
+    return make
+
+
+def both_losses(model: DominoStack, rank: int) -> list[torch.Tensor]:
+    ys, auxes = model(inputs(rank, 2))
+    return [loss_of(y, said) for y, said in zip(ys, auxes, strict=True)]
+
+
+def body_combines(group: dist.ProcessGroup, rank: int) -> tuple[str, str]:
+    with checking(group) as said:
+        model = small_stack(group, dense=(False,))
+
+        make = swapped(Kind.COMBINE) if rank == 1 else schedule
+        with (
+            mock.patch.object(domino, "schedule", lambda num, **o: late_of(make(num, **o))),
+            pytest.raises(PeerError) as err,
+        ):
+            both_losses(model, rank)
+        return str(err.value), said.getvalue()
+
+
+def late_of(plan: Schedule) -> Schedule:
+    """All experts first, then the combines, in the order in which they are."""
+    rank = {Kind.COMBINE: 1, Kind.SHARED: 2}
+    return replace(plan, steps=tuple(sorted(plan.steps, key=lambda step: rank.get(step.key.kind, 0))))
+
+
+def test_combines_in_another_order_are_named_on_all_ranks(pool: RankPool) -> None:
+    for rank, (error, printed) in enumerate(pool.run(body_combines)):
+        assert error.startswith(
+            "communication 4 is not the same on all ranks: rank 0 makes the combine of layer 0, micro-batch 0, "
+            "rank 1 makes the combine of layer 0, micro-batch 1."
+        )
+        assert printed.count("fails; its last 5 launches, the newest below:") == 1
+        assert f"rank {rank} of its group fails" in printed
+        assert f"  4: combine of layer 0, micro-batch {rank} [combine, group " in printed.splitlines()[-1]
+
+
+def body_backwards(group: dist.ProcessGroup, rank: int) -> str:
+    with checking(group):
+        losses = both_losses(small_stack(group, dense=(False,)), rank)
+        with pytest.raises(PeerError) as err:
+            losses[rank].backward()
+        return str(err.value)
+
+
+def test_backward_passes_in_another_order_are_named(pool: RankPool) -> None:
+    for error in pool.run(body_backwards):
+        assert "rank 0 makes the backward of combine of layer 0, micro-batch 0, rank 1 makes the backward" in error
+        assert "combine of layer 0, micro-batch 1. All ranks" in error
+
+
+def body_layers(group: dist.ProcessGroup, rank: int) -> str:
+    """Rank 1 begins the next layer where rank 0 combines."""
+    with checking(group):
+        first, second = moe_layers(small_stack(group, dense=(False, False)))
+        flight = first.launch_dispatch(torch.ones(2, 16))
+        with pytest.raises(PeerError) as err:
+            if rank == 0:
+                first.launch_combine(flight)
+            else:
+                first.compute(flight)
+                second.launch_dispatch(torch.ones(2, 16))
+        return str(err.value)
+
+
+def test_a_dispatch_where_others_combine_is_named(pool: RankPool) -> None:
+    for error in pool.run(body_layers):
+        assert (
+            "rank 0 makes the combine of layer 0, micro-batch 0, rank 1 makes the exchange of counts of layer 1"
+            in error
+        )
+
+
+def body_absent(group: dist.ProcessGroup, rank: int) -> tuple[str, str]:
+    """Rank 1 never combines."""
+    short = dist.new_group([0, 1], timeout=timedelta(seconds=2))
+    with checking(short) as said:
+        (layer,) = moe_layers(small_stack(short, dense=(False,)))
+        flight = layer.launch_dispatch(torch.ones(2, 16))
+        layer.compute(flight)
+        if rank == 1:
+            dist.barrier(group=group)
+            return "", ""
+        with pytest.raises(PeerError) as err:
+            layer.dispatcher.combine(flight.ticket)
+        dist.barrier(group=group)
+        return str(err.value), said.getvalue()
+
+
+def test_a_rank_that_does_not_come_is_missed_with_the_launches_printed(pool: RankPool) -> None:
+    error, printed = pool.run(body_absent)[0]
+    assert error.startswith("comparison of the combine of layer 0, micro-batch 0: communication with the other ranks")
+    assert "rank 0 of its group fails; its last 3 launches" in printed
+
+
+def body_splits(group: dist.ProcessGroup, rank: int) -> str:
+    with checking(group):
+        dispatcher = build_dispatcher(
+            DispatchConfig(name="all2all", num_experts=2, top_k=1, hidden_size=4, max_tokens=4), group
+        )
+        send = [1, 2] if rank == 0 else [1, 1]
+        flight = Flight(AllToAllRows(group, send, [1, 1], sum(send), 2), dispatcher.comm(CPU), "dispatch of layer 7")
+        with pytest.raises(PeerError) as err:
+            start(flight, torch.ones(sum(send), 4))
+        return str(err.value)
+
+
+def test_counts_that_differ_between_ranks_are_named(pool: RankPool) -> None:
+    for error in pool.run(body_splits):
+        assert error.startswith("dispatch of layer 7: rank 0 sends 2 rows to rank 1, which expects 1")
+
+
+def spoiled(**changes: Any) -> Any:
+    """`_dispatch_postprocess`, whose answer is wrong on rank 1."""
+    real = All2All._dispatch_postprocess
+
+    def wrong(self: All2All, ticket: Any) -> ExpertInput:
+        rows = real(self, ticket)
+        return rows if self.rank == 0 else replace(rows, **{name: change(rows) for name, change in changes.items()})
+
+    return wrong
+
+
+SPOILED = {
+    "offsets are": dict(offsets=lambda rows: rows.offsets + 1),
+    "the host has counts": dict(host_counts=lambda rows: (0, *rows.host_counts[1:])),
+    "row indices lie outside": dict(row_index=lambda rows: rows.row_index + 1),
+    "the routings name": dict(
+        tokens_per_expert=lambda rows: rows.tokens_per_expert.flip(0),
+        offsets=lambda rows: torch.cat([rows.offsets[:1], rows.tokens_per_expert.flip(0).cumsum(0).int()]),
+        host_counts=lambda rows: None,
+    ),
+}
+
+
+def body_counts(group: dist.ProcessGroup, rank: int, words: str) -> str:
+    with checking(group):
+        (layer,) = moe_layers(small_stack(group, dense=(False,)))
+        flight = layer.launch_dispatch(torch.randn(6, 16, generator=torch.Generator().manual_seed(rank)))
+        with (
+            mock.patch.object(All2All, "_dispatch_postprocess", spoiled(**SPOILED[words])),
+            pytest.raises(ProtocolError) as err,
+        ):
+            layer.compute(flight)
+        return str(err.value)
+
+
+@pytest.mark.parametrize("words", SPOILED)
+def test_wrong_counts_of_a_back_end_are_seen_on_all_ranks(pool: RankPool, words: str) -> None:
+    for error in pool.run(body_counts, words):
+        assert "layer 0, micro-batch 0: dispatcher 'all2all' hands over wrong counts on rank 1: " in error
+        assert words in error
+
+
+def body_one_rank_only(group: dist.ProcessGroup, rank: int) -> str:
+    close_dispatchers(group)
+    config = DispatchConfig(name="all2all", num_experts=2, top_k=1, hidden_size=4)
+    with mock.patch.dict(os.environ, MOE_EP_DEBUG=str(rank)):
+        debug.cache_clear()
+        with pytest.raises(PeerError) as err:
+            build_dispatcher(config, group)
+    debug.cache_clear()
+    return str(err.value)
+
+
+def test_all_ranks_must_check_or_none(pool: RankPool) -> None:
+    assert all("MOE_EP_DEBUG is False on rank 0, True on rank 1" in error for error in pool.run(body_one_rank_only))
