@@ -32,40 +32,25 @@ class Lease:
         self.box = box  # of one element, the library's handle, once there is one
 
 
-class Engine:
-    """The group and its handles.
+class LibraryGroup:
+    """A group of the library, its handles, and their end; subclasses add the operations of a mode.
 
     Args:
         library: the module nccl.ep.
-        communicator: of the library's own, for the ranks of the group; the engine takes it over.
+        communicator: of the library's own, for the ranks of the group; the object takes it over.
         sizes: rounded to what the library takes.
-        num_sms: for its kernels; None: the library's default.
-        timeout_s: how long a kernel waits for a peer before it gives up.
+        config: the library's GroupConfig.
         watchdog: told of every operation.
 
     Raises:
         Unavailable: the library refuses.
     """
 
-    def __init__(
-        self, library: Any, communicator: Any, sizes: Sizes, num_sms: int | None, timeout_s: float, watchdog: Watchdog
-    ) -> None:
+    def __init__(self, library: Any, communicator: Any, sizes: Sizes, config: Any, watchdog: Watchdog) -> None:
         self.library, self.sizes, self.watchdog = library, sizes, watchdog
         self._communicator = communicator
-        self._layout = library.Layout.FLAT if sizes.flat else library.Layout.EXPERT_MAJOR
         self._boxes: list[list[Any]] = []
         self._free: list[list[Any]] = []
-        config = library.GroupConfig(
-            algorithm=library.Algorithm.HIGH_THROUGHPUT,
-            num_experts=sizes.num_experts,
-            max_dispatch_tokens_per_rank=sizes.max_tokens,
-            max_recv_tokens_per_rank=sizes.budget or 0,
-            max_token_bytes=sizes.row_bytes,
-            max_num_sms=num_sms or 0,
-            timeout_ns=int(timeout_s * 1e9),
-            overflow_policy=library.OverflowPolicy.AUTO if sizes.budget is None else library.OverflowPolicy.DROP,
-            num_topk=0 if sizes.flat else sizes.top_k,
-        )
         with refusals("a group"):
             self._group: Any = library.Group.create(communicator, config)
 
@@ -88,6 +73,72 @@ class Engine:
         lease = Lease(box)
         weakref.finalize(lease, self._free.append, box)
         return lease
+
+    def close(self) -> None:
+        """Handles, then the group, then the communicator; every rank calls it, before its process group goes.
+
+        Where an operation has failed, ranks are no longer at one call, and a collective end could wait for ever: the
+        communicator is aborted, and the rest is left to the end of the process.
+        """
+        if self._group is None:
+            return
+        if self.watchdog.broken:
+            self._communicator.abort()
+            self._group = self._communicator = None
+            return
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        for box in self._boxes:
+            if box[0] is not None:
+                box[0].destroy()
+                box[0] = None
+        self._group.destroy()
+        self._communicator.destroy()
+        self._group = self._communicator = None
+
+    def _check_open(self, what: str) -> None:
+        if self._group is None:
+            raise ProtocolError(f"{what} came after close(); finish every backward before you close the dispatcher")
+
+    @contextlib.contextmanager
+    def _operation(self, what: str, device: torch.device) -> Iterator[None]:
+        self._check_open(what)
+        with self.watchdog.watch(what, device) as one:
+            try:
+                with refusals(what):
+                    yield
+            except RuntimeError as err:
+                self.watchdog.broken = True
+                if isinstance(err, MoEError):
+                    raise
+                raise lost_peer(self.watchdog.describe(one), err) from err
+
+
+class Engine(LibraryGroup):
+    """High-throughput mode.
+
+    Args:
+        library, communicator, sizes, watchdog: see LibraryGroup.
+        num_sms: for its kernels; None: the library's default.
+        timeout_s: how long a kernel waits for a peer before it gives up.
+    """
+
+    def __init__(
+        self, library: Any, communicator: Any, sizes: Sizes, num_sms: int | None, timeout_s: float, watchdog: Watchdog
+    ) -> None:
+        self._layout = library.Layout.FLAT if sizes.flat else library.Layout.EXPERT_MAJOR
+        config = library.GroupConfig(
+            algorithm=library.Algorithm.HIGH_THROUGHPUT,
+            num_experts=sizes.num_experts,
+            max_dispatch_tokens_per_rank=sizes.max_tokens,
+            max_recv_tokens_per_rank=sizes.budget or 0,
+            max_token_bytes=sizes.row_bytes,
+            max_num_sms=num_sms or 0,
+            timeout_ns=int(timeout_s * 1e9),
+            overflow_policy=library.OverflowPolicy.AUTO if sizes.budget is None else library.OverflowPolicy.DROP,
+            num_topk=0 if sizes.flat else sizes.top_k,
+        )
+        super().__init__(library, communicator, sizes, config, watchdog)
 
     def update(self, lease: Lease, ids_TK: Tensor, what: str) -> Tensor:
         """Bind a routing. Collective.
@@ -159,45 +210,6 @@ class Engine:
         config = lib.CombineConfig(pass_direction=lib.PassDir.BWD)
         with self._operation(what, rows.device):
             lease.box[0].combine(inputs, outputs, config=config, stream=stream_of(rows))
-
-    def close(self) -> None:
-        """Handles, then the group, then the communicator; every rank calls it, before its process group goes.
-
-        Where an operation has failed, ranks are no longer at one call, and a collective end could wait for ever: the
-        communicator is aborted, and the rest is left to the end of the process.
-        """
-        if self._group is None:
-            return
-        if self.watchdog.broken:
-            self._communicator.abort()
-            self._group = self._communicator = None
-            return
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        for box in self._boxes:
-            if box[0] is not None:
-                box[0].destroy()
-                box[0] = None
-        self._group.destroy()
-        self._communicator.destroy()
-        self._group = self._communicator = None
-
-    def _check_open(self, what: str) -> None:
-        if self._group is None:
-            raise ProtocolError(f"{what} came after close(); finish every backward before you close the dispatcher")
-
-    @contextlib.contextmanager
-    def _operation(self, what: str, device: torch.device) -> Iterator[None]:
-        self._check_open(what)
-        with self.watchdog.watch(what, device) as one:
-            try:
-                with refusals(what):
-                    yield
-            except RuntimeError as err:
-                self.watchdog.broken = True
-                if isinstance(err, MoEError):
-                    raise
-                raise lost_peer(self.watchdog.describe(one), err) from err
 
 
 @contextlib.contextmanager

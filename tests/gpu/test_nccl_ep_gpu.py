@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
@@ -41,6 +42,12 @@ def missing(group: dist.ProcessGroup, rank: int) -> list[str]:
     return library_reasons()
 
 
+LOW_LATENCY = (
+    *("uniform/R2", "skewed/R2", "zero-tokens-on-some-ranks/R2", "no-route-slots/R2", "17-experts-per-rank/R2"),
+    *("bfloat16/R2", "float16/R2", "changing-tokens-20-steps/R2", "fault-bad-id/R2"),
+)
+
+
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
     with RankPool(2, backend="cpu:gloo,cuda:nccl", device="cuda", timeout_s=120.0) as ranks:
@@ -66,3 +73,16 @@ def test_contract(pool: RankPool, name: str, case: contract.Case, refusal: str) 
 )
 def test_a_fixed_budget_keeps_the_contract(pool: RankPool, case: contract.Case) -> None:
     check(pool, "nccl_ep-budget", case)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(replace(case, grads="none"), id=f"core-{case.name}")
+        for case in contract.CASES
+        if case.num_ranks == 2 and (case.grads == "none" or case.name in LOW_LATENCY)
+    ],
+)
+def test_low_latency_keeps_the_contract_under_no_grad(pool: RankPool, case: contract.Case) -> None:
+    check(pool, "nccl_ep-low-latency", case)

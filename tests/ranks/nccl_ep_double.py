@@ -26,11 +26,20 @@ Documents, all of NVIDIA/nccl-extensions as packed in nccl-extensions 0.1.0 (pat
     aborts.
 11. python/nccl/ep/handle.py, group.py, core/communicator.py: nothing may be used after destroy; handles go before
     their group, the group before its communicator, whose destroy is collective.
+12. device/ll_ep.cuh, selectLowLatencyEpoch: one send under way in a group; complete it before the next operation.
+13. nccl_ep.cc, ncclEpDispatch and ncclEpCombine in LL mode: a completion reads the descriptors and the handle's ids
+    again, so they must live, unchanged, until it is done; ids until the combine is.
+14. nccl_ep.h, LL rank-major: topk_weights in; out tokens [R, C, H], topk_weights and topk_idx int32 [R, C, K]; rows a
+    multiple of 16 elements, of 128 for combine; layout_info belongs to dispatch; no backward pass. Slots are filled in
+    any order; src_rank_counters tells how many.
+15. nccl_ep.h, ncclEpInitHandle: with automatic buffers the first handle of a layout and top-k is made by all ranks.
 """
 
 from __future__ import annotations
 
 import enum
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -174,6 +183,8 @@ class Group:
         self.comm, self.config, self.num_handles, self.open = comm, config, 0, True
         self.eager = config.max_recv_tokens_per_rank == 0
         self.num_local = config.num_experts // comm.size
+        self.under_way: LowLatencyHandle | None = None
+        self.sized_for: set[int] = set()
         comm.num_groups += 1
         alive["groups"] += 1
 
@@ -200,12 +211,25 @@ class Group:
         demand(self.open, 11, "create_handle on a destroyed group")
         eager_grouped = self.eager and layout == Layout.EXPERT_MAJOR
         demand(not eager_grouped or self.config.num_topk > 0, 2, "eager expert-major without num_topk")
+        if self.config.algorithm == Algorithm.LOW_LATENCY:
+            return self._low_latency_handle(layout, topk_idx, layout_info)
         demand(layout in (Layout.FLAT, Layout.EXPERT_MAJOR), 7, f"layout {layout!r}")
         handle = Handle(self, layout, topk_idx.buffer.shape[1])
         handle.update(topk_idx, layout_info=layout_info, stream=stream)
         return handle
 
+    def _low_latency_handle(self, layout: Layout, topk_idx: Tensor, layout_info: Any) -> LowLatencyHandle:
+        demand(layout == Layout.RANK_MAJOR, 14, f"layout {layout!r}")
+        num_topk = topk_idx.buffer.shape[1]
+        if num_topk not in self.sized_for:
+            self.comm.exchange(("allocate", layout, num_topk), None)
+            self.sized_for.add(num_topk)
+        handle = LowLatencyHandle(self, layout, num_topk)
+        handle.update(topk_idx, layout_info=layout_info, stream=None)
+        return handle
+
     def destroy(self) -> None:
+        demand(self.under_way is None, 12, "a group destroyed with a send under way")
         demand(self.num_handles == 0, 11, f"{self.num_handles} handles outlive their group")
         demand(self.open, 11, "a group destroyed twice")
         self.open = False
@@ -397,6 +421,105 @@ class Handle:
             for k, expert in enumerate(row):
                 dropped = 0.0 if self._drops else None
                 out[token, k] = home.get((me, token, expert), dropped) if expert >= 0 else 0.0
+
+
+class LowLatencyHandle(Handle):
+    """`slots_of[source]`: the token in each filled slot."""
+
+    finish: Callable[[], None] | None = None
+
+    def update(self, topk_idx: Tensor, *, layout_info: LayoutInfo | None = None, stream: Any) -> None:
+        demand(self.open, 11, "update of a destroyed handle")
+        demand(layout_info is None, 14, "layout_info in an update")
+        demand(self.group.under_way is not self, 13, "an update of ids that a send under way will read again")
+        ids, config = topk_idx.buffer, self.group.config
+        demand(ids.dim() == 2 and ids.dtype in (torch.int32, torch.int64), 6, f"ids {ids.dtype} {tuple(ids.shape)}")
+        demand(ids.shape[0] <= config.max_dispatch_tokens_per_rank, 6, f"{ids.shape[0]} tokens")
+        demand(bool((ids < config.num_experts).all()), 6, f"ids up to {ids.max()} of {config.num_experts} experts")
+        self.bound, self.ids, self.state = weakref.ref(ids), ids.clone(), "updated"
+
+    def _check_ids(self) -> None:
+        ids = self.bound()
+        demand(ids is not None, 13, "the ids are gone")
+        demand(ids is not None and torch.equal(ids, self.ids), 13, "the ids were changed")
+
+    def _begin(self, descriptors: tuple[Any, ...], finish: Callable[[], None], send_only: int) -> None:
+        demand(self.group.under_way is None, 12, "an operation while a send is under way")
+        self.alive = [weakref.ref(d) for d in descriptors]
+        self.finish, self.group.under_way = finish, self
+        if not send_only:
+            self.complete(stream=None)
+
+    def complete(self, *, config: int = 0, stream: Any) -> None:
+        if self.finish is None:
+            return
+        demand(all(ref() is not None for ref in self.alive), 13, "descriptors of a send under way are gone")
+        self._check_ids()
+        finish, self.finish, self.group.under_way = self.finish, None, None
+        finish()
+
+    def _check_wide(self, rows: T, multiple: int) -> None:
+        c = self.group.config
+        demand(rows.shape[-1] % multiple == 0, 14, f"rows of {rows.shape[-1]} elements")
+        demand(rows.shape[-1] * rows.element_size() <= c.max_token_bytes, 3, f"rows of {rows.shape[-1]} elements")
+        shape = (self.group.comm.size, c.max_dispatch_tokens_per_rank, rows.shape[-1])
+        demand(rows.dim() == 2 or tuple(rows.shape) == shape, 14, f"rows {tuple(rows.shape)}, not {shape}")
+
+    def dispatch(
+        self, inputs: Any, outputs: Any, *, layout_info: Any = None, config: DispatchConfig, stream: Any
+    ) -> None:
+        demand(self.open and self.state == "updated", 7, f"dispatch on a handle that is {self.state}")
+        demand(config.pass_direction == PassDir.FWD, 14, "a backward pass")
+        x, weights = inputs.tokens.buffer, inputs.topk_weights.buffer
+        demand(x.dim() == 2 and x.shape[0] == self.ids.shape[0], 14, f"rows {tuple(x.shape)}")
+        demand(weights.shape == self.ids.shape and weights.dtype == torch.float32, 14, f"weights {weights.shape}")
+        self._check_wide(x, 16)
+        self._check_wide(outputs.tokens.buffer, 16)
+        shape = (self.group.comm.size, self.group.config.max_dispatch_tokens_per_rank, self.num_topk)
+        for name, dtype in (("topk_weights", torch.float32), ("topk_idx", torch.int32)):
+            got = getattr(outputs, name).buffer
+            demand(tuple(got.shape) == shape and got.dtype == dtype, 14, f"{name} {got.dtype} {tuple(got.shape)}")
+        sent = x.clone(), weights.clone(), self.ids
+        brought = self.group.comm.exchange(("low-latency dispatch",), sent)
+        self._begin((inputs, outputs, layout_info), lambda: self._fill(brought, outputs, layout_info), config.send_only)
+        self.state = "dispatched"
+
+    def _fill(self, brought: list[Any], outputs: Any, info: LayoutInfo) -> None:
+        first = self.group.comm.rank * self.group.num_local
+        outputs.topk_idx.buffer.fill_(-1)
+        self.slots_of = []
+        for source, (x, weights, ids) in enumerate(brought):
+            local = torch.where((ids >= first) & (ids < first + self.group.num_local), ids - first, -1)
+            chosen = (local >= 0).any(1).nonzero().flatten()
+            tokens = chosen[torch.randperm(len(chosen))]
+            self.slots_of.append(tokens.tolist())
+            outputs.tokens.buffer[source, : len(tokens)] = x[tokens]
+            outputs.topk_weights.buffer[source, : len(tokens)] = weights[tokens]
+            outputs.topk_idx.buffer[source, : len(tokens)] = local[tokens].int()
+            if info.src_rank_counters is not None:
+                info.src_rank_counters.buffer[source] = len(tokens)
+
+    def combine(self, inputs: Any, outputs: Any, *, config: CombineConfig, stream: Any) -> None:
+        demand(self.open and self.state == "dispatched" and self.finish is None, 7, f"combine while {self.state}")
+        demand(config.pass_direction == PassDir.FWD and inputs.topk_weights is None, 14, "a backward pass, or weights")
+        rows, out = inputs.tokens.buffer, outputs.tokens.buffer
+        demand(rows.dim() == 3, 14, f"rows {tuple(rows.shape)}")
+        self._check_wide(rows, 128)
+        demand(tuple(out.shape) == (self.ids.shape[0], rows.shape[2]), 14, f"outputs {tuple(out.shape)}")
+        mine = {
+            (s, t): rows[s, slot].clone() for s, tokens in enumerate(self.slots_of) for slot, t in enumerate(tokens)
+        }
+        brought = self.group.comm.exchange(("low-latency combine",), mine)
+        self._begin((inputs, outputs), lambda: self._sum_up(brought, out), config.send_only)
+        self.state = "combined"
+
+    def _sum_up(self, brought: list[dict[tuple[int, int], T]], out: T) -> None:
+        for token in range(out.shape[0]):
+            total = torch.zeros(out.shape[1], dtype=torch.float32)
+            for partial in brought:
+                if (self.group.comm.rank, token) in partial:
+                    total += partial[self.group.comm.rank, token]
+            out[token] = total.to(out.dtype)
 
 
 library = SimpleNamespace(**{name: value for name, value in globals().items() if not name.startswith("_")})

@@ -54,6 +54,8 @@ def variant(name: str, base: Any, **options: Any) -> None:
 
 variant("nccl_ep-flat", NcclEp, layout="flat")
 variant("nccl_ep-budget", NcclEp, budget_rows=4096)
+variant("nccl_ep-low-latency", NcclEp, low_latency=True)
 variant("double", OnDouble)
 variant("double-flat", OnDouble, layout="flat")
 variant("double-budget", OnDouble, budget_rows=4096)
+variant("double-low-latency", OnDouble, low_latency=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -23,11 +24,18 @@ from tests.ranks import nccl_ep_variants
 MODULES = (nccl_ep_variants.__name__,)
 NAMES = dict(zip(LAYOUTS, ("double", "double-flat"), strict=True))
 CELLS = [
-    pytest.param(NAMES[layout], case, NCCL_EP[case.name][column], id=f"{layout}-{case.name}")
+    pytest.param(
+        NAMES[layout],
+        case,
+        NCCL_EP[case.name][column],
+        id=f"{layout}-{case.name}",
+        marks=[pytest.mark.slow] if case.num_ranks > 2 else [],
+    )
     for case in contract.CASES
     for column, layout in enumerate(LAYOUTS)
     if case.num_ranks == 2 or (case.num_ranks == 4 and case.driver in ("repeat", "fault"))
 ]
+QUICK = {"uniform/R2", "zero-tokens-on-some-ranks/R2", "no-route-slots/R2", "four-tickets/R2", "recompute/R2"}
 SYNC_FREE = {"repeat", "steps", "schedule", "source", "recompute", "memory", "backward twice"}
 
 
@@ -45,13 +53,59 @@ def test_contract(pool: RankPool, name: str, case: contract.Case, refusal: str) 
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id=case.name)
+        pytest.param(case, id=case.name, marks=[] if case.name in QUICK else [pytest.mark.slow])
         for case in contract.CASES
         if case.num_ranks == 2 and case.driver in SYNC_FREE and NCCL_EP[case.name][0] == "" and not case.config
     ],
 )
 def test_a_fixed_budget_keeps_the_contract(pool: RankPool, case: contract.Case) -> None:
     contract.check(pool, "double-budget", case, modules=MODULES)
+
+
+LOW_LATENCY = [
+    pytest.param(
+        case if case.grads == "none" else replace(case, grads="none"),
+        NCCL_EP[case.name][0],
+        id=case.name,
+        marks=[] if case.name in QUICK or case.grads == "none" else [pytest.mark.slow],
+    )
+    for case in contract.CASES
+    if case.num_ranks == 2 and (case.grads == "none" or case.driver in ("repeat", "steps", "fault"))
+]
+
+
+@pytest.mark.parametrize(("case", "refusal"), LOW_LATENCY)
+def test_low_latency_keeps_the_contract_under_no_grad(pool: RankPool, case: contract.Case, refusal: str) -> None:
+    contract.check(pool, "double-low-latency", case, refusal=refusal, modules=MODULES)
+
+
+def train_and_evaluate(group: dist.ProcessGroup, rank: int) -> list[float]:
+    """A training micro-batch under way while another is evaluated, then one evaluation left half-way."""
+    dispatcher = make(group, "double-low-latency")
+    x = torch.full((3, 8), rank + 1.0, requires_grad=True)
+    weights = torch.ones(3, 2)
+    ticket = dispatcher.dispatch_preprocess(x, Routing(expert_ids=IDS, weights=weights, num_experts=8))
+    dispatcher.dispatch(ticket)
+    with torch.no_grad():
+        evaluated = forward(dispatcher, IDS, x, micro_batch=1)
+        left = dispatcher.dispatch_preprocess(x, Routing(expert_ids=IDS, weights=weights, num_experts=8), micro_batch=2)
+        dispatcher.dispatch(left)
+        del left
+        again = forward(dispatcher, IDS, x, micro_batch=3)
+    rows = dispatcher.dispatch_postprocess(ticket)
+    dispatcher.combine_preprocess(ticket, rows.rows())
+    dispatcher.combine(ticket)
+    y = dispatcher.combine_postprocess(ticket)
+    y.sum().backward()
+    assert x.grad is not None
+    free = dispatcher.low_latency.num_handles - dispatcher.low_latency.num_free
+    values = [evaluated[0, 0].item(), again[2, 7].item(), y[1, 1].item(), x.grad[0, 0].item(), float(free)]
+    close_dispatchers(group)
+    return values
+
+
+def test_evaluation_beside_training(pool: RankPool) -> None:
+    assert pool.run(train_and_evaluate, num_ranks=2) == [[2 * r, 2 * r, 2 * r, 2.0, 0.0] for r in (1.0, 2.0)]
 
 
 def test_the_table_has_a_row_for_every_case_and_no_other() -> None:
