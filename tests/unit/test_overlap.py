@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
 
-from moe_ep.testing.chrome_trace import Trace, TraceError, read_trace
+from moe_ep.recompute import recompute_context_fn
+from moe_ep.testing.chrome_trace import Trace, TraceError, read_trace, trace_of
+from tests.ranks.small_stack import small_stack
 from tests.unit.small_trace import COMM, ENGINE, GLOO, MAIN, SmallTrace
 from tools.intervals import total
 from tools.overlap import Run, measure, share_by_step_times
 from tools.rank_steps import Figures, Key
-from tools.trace_labels import Label
+from tools.trace_labels import Label, Names
 
 Span = tuple[float, float]  # begin, length
 
@@ -334,3 +339,31 @@ def test_works_that_nobody_called_for_are_refused(tmp_path: Path) -> None:
     small.add("gloo:all_to_all", "user_annotation", 120, 10, GLOO)
     with pytest.raises(TraceError, match="has 2 works gloo:all_to_all of 1 calls"):
         measured(tmp_path, small)
+
+
+def test_labels_of_a_real_trace_with_recompute() -> None:
+    """What torch writes, not what this file thinks it does: forward, the second pass in the engine, and backward."""
+    model = small_stack(None, dict(dispatcher="all2all"), dense=(False,))
+    region = functools.partial(checkpoint, use_reentrant=False, context_fn=recompute_context_fn)
+    model.layers[0].recompute_in(region)  # type: ignore[operator]
+    xs = [torch.randn(5, 16, requires_grad=True) for _ in range(2)]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        ys, _ = model(xs)
+        torch.stack([y.sum() for y in ys]).sum().backward()
+    trace = trace_of(profile)
+    names = Names(trace)
+    found = {names.at(op.thread, op.start)[0] for op in trace.of("cpu_op")}
+    for i in range(2):
+        for stage in ("attention", "route", "dispatch_preprocess", "dispatch_postprocess", "experts"):
+            assert {Label(stage, 0, i, way) for way in ("fwd", "recompute", "bwd")} <= found
+        for stage in ("resolve", "combine_postprocess"):
+            assert {Label(stage, 0, i, way) for way in ("fwd", "bwd")} <= found
+            assert Label(stage, 0, i, "recompute") not in found
+    launched = [
+        names.label(place, event) for mine in names.ranges.values() for place, event in mine if place.role == "launch"
+    ]
+    ways = {(label.stage, label.direction) for label in launched}
+    assert ways == {
+        *(("exchange of counts", "fwd"), ("dispatch", "fwd"), ("combine", "fwd")),
+        *(("exchange of counts", "recompute"), ("dispatch", "recompute"), ("combine", "bwd"), ("dispatch", "bwd")),
+    }  # fmt: skip
