@@ -40,7 +40,7 @@ def difference(first: Iterable[Interval], second: Sequence[Interval]) -> list[In
         while place < len(second) and second[place][0] < end:
             if second[place][0] > start:
                 left.append((start, second[place][0]))
-            start = max(start, second[place][1])
+            start = second[place][1]
             place += 1
         if start < end:
             left.append((start, end))

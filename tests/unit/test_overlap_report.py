@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from unittest import mock
@@ -58,12 +59,18 @@ def test_backward_and_a_rank_that_is_missing(tmp_path: Path, capsys: Capture) ->
     out = capsys.readouterr().out
     assert "no ranges of steps: each trace counts as one step" in out
     assert "only 1 of the run's 8 ranks: a slower one may be missing" in out
-    assert cells(out, "0", "bwd", "combine")[:6] == ["1", "0.100", "0.050", "50.0", "%", "-"]
+    assert cells(out, "0", "bwd", "combine")[:6] == ["1", "0.100", "0.047", "53.0", "%", "-"]
     assert [cells(out, "0", which, "experts") for which in ("fwd", "recompute", "bwd")] == [
         ["0.010"],
         ["0.007"],
         ["0.050"],
     ]
+    ways = [line.split()[1:3] for line in out.splitlines() if re.match(r" +0  (fwd|bwd|rec)", line)]
+    assert ways == [
+        ["fwd", "exchange"], ["fwd", "experts"], ["recompute", "experts"], ["bwd", "combine"], ["bwd", "experts"],
+    ]  # fmt: skip
+    assert "hidden share of rank 0: 33.1 % = 1 - exposed 0.107 ms / communication 0.160 ms" in out
+    assert "  dispatch and combine alone: 53.0 % = 1 - exposed 0.047 ms / communication 0.100 ms" in out
 
 
 def test_the_second_way(tmp_path: Path, capsys: Capture) -> None:
