@@ -64,8 +64,8 @@ class DeepEP(Dispatcher):
     Order of sums: a rank sums a token's local routes with k ascending in float32 and rounds to bfloat16 for the trip;
     home adds the ranks' partial sums in float32, rank ascending (v1) or in the order of k (v2), and rounds once more.
     With `expand` the library makes the first sum, in the same precision.
-    Kept for backward: 13 T R + 16 U K + 4 N bytes of integers (v1), 8 T K + 16 U K + 12 N (v2), and the U received
-    rows where the experts keep them.
+    Kept for backward, in bytes of integers: 5 T R + 12 U K + 4 U (v1), 12 T K + 16 U K + 24 U (v2), and
+    12 T K + 4 U K + 16 N (expanded); and the received rows where the experts keep them.
     """
 
     name: ClassVar[str] = "deepep"
