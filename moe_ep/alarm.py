@@ -8,7 +8,7 @@ into the group's store a few times a second. The failing rank leaves its error t
     with raise_on_all_ranks(group):
         loss(model(x)).backward()
 
-The failing rank raises its own error, the others a PeerError with its rank, place, type and text.
+The failing rank raises its own error, the others a PeerError with its rank (in the job), place, type and text.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class Alarm:
         self.given_up: str | None = None
         self.last = ""
         self.party = Party(group.rank(), group.size())
+        self._job_ranks = dist.get_process_group_ranks(group)
         self.noted = 0
         self._groups, self._numbers = [weakref.ref(group)], {group.group_name: 0}
         self._device = torch.device("cpu")
@@ -169,7 +170,8 @@ class Alarm:
         self._settled.wait()
 
     def _sentence(self) -> str:
-        failed = [f"rank {rank} failed in {text}" for rank, text in sorted(self._outcome.errors.items())]
+        errors = sorted(self._outcome.errors.items())
+        failed = [f"rank {self._job_ranks[rank]} failed in {text}" for rank, text in errors]
         return "; ".join(failed[:2])
 
     def _run(self) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from moe_ep.errors import RecipeError
-from recipes.lost_peer import absent, watch_peers
+from moe_ep.peers import is_lost_peer
+from recipes.lost_peer import Heartbeat, absent, watch_peers
 from recipes.ranks import ALONE, Launch, Ranks, start
 from recipes.recipe import Recipe, check_world, load_recipe
 from recipes.report import PEER_LOST, REFUSED, report, say_once
@@ -23,17 +24,29 @@ def main(arguments: list[str]) -> int:
     if not arguments or arguments[0].startswith("-"):
         say_once(launch, USAGE)
         return REFUSED
+    heartbeat = None
     try:  # every rank ends with a message and a code, whatever happens
         recipe = load_recipe(arguments[0], arguments[1:])
         ranks = join(recipe, launch)
-        watch_peers(ranks, recipe.train.timeout_s, PEER_LOST)
+        heartbeat = watch_peers(ranks, recipe.train.timeout_s, PEER_LOST)
         session = Session(recipe, ranks)
         with session.lock:
             session.run()
             session.close()
     except Exception as err:
-        return report(err, launch)
+        return _end(err, launch, heartbeat)
     return 0
+
+
+def _end(err: Exception, launch: Launch, heartbeat: Heartbeat | None) -> int:
+    """Last words; the others hear them too, unless they have the same."""
+    if heartbeat is None:
+        return report(err, launch)
+    lost = is_lost_peer(err)
+    code = report(heartbeat.explain(err) if lost else err, launch)
+    if not lost and not getattr(err, "agreed", False):
+        heartbeat.tell(err)
+    return code
 
 
 def join(recipe: Recipe, launch: Launch) -> Ranks:

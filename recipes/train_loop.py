@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from moe_ep.alarm import raise_on_all_ranks
 from moe_ep.consistency import differing_copies, listed
 from moe_ep.errors import CheckpointError, NonFiniteError
 from moe_ep.layer import MoELayer, moe_layers, total_aux_loss
@@ -73,7 +74,8 @@ def train_step(trainer: Trainer, stop: bool = False) -> tuple[Row, StepSums]:
     started = time.perf_counter()
     batches = fetch(trainer)
     data_s = time.perf_counter() - started
-    sums = forward_backward(trainer, batches, stop)
+    with raise_on_all_ranks(trainer.ranks.ep_group):
+        sums = forward_backward(trainer, batches, stop)
     if trainer.recorder is not None:
         ranks, recorder, number = trainer.ranks, trainer.recorder, trainer.step + 1
         ranks.together(lambda: recorder.write(number))  # a full disk ends all alike

@@ -265,10 +265,10 @@ def poison(rank: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ep_size", "said"), [(1, "look at the first error among all ranks"), (2, "rank 1 reported a fault")]
+    ("ep_size", "said"), [(1, "rank 1 failed: NonFiniteError: layer 0, micro-batch 0"), (2, "rank 1 reported a fault")]
 )
 def test_a_fault_of_one_rank_is_named_there_and_pointed_at_by_the_other(tmp_path, ep_size, said):
-    """With ep_size = 1 the layers talk to nobody, so that the other rank only sees a connection close."""
+    """With ep_size = 1 the layers talk to nobody: the other rank sees a connection close, and asks the store why."""
     job = start(2, [str(write(tmp_path)), f"parallel.ep_size={ep_size}"], tmp_path, prepare=poison)
     assert job.wait() == [3, 1]
     assert "rank 1 failed: NonFiniteError: layer 0, micro-batch 0: non-finite router logits in 16 tokens" in job.text(1)
