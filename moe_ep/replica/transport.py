@@ -1,0 +1,225 @@
+"""How replicas get their weights and masters the gradients of their replicas: one interface, several transports.
+
+Both operations are collective, and every rank makes each of them in the same order, also with nothing to send. Each
+has two fences. The *entry* fence: every rank is done with the old contents of its slots (or has its gradients
+complete). The *exit* fence: my slots are filled (or have been read), so that the next user may have them. Neither is
+left to whatever communicates next, as Dots-Infra/UltraEP does.
+
+Gradients are float32 and added in one order, the home's own first, then its replicas by rank, so the sum repeats bit
+for bit on every transport. Slots that were used are zeroed by their owner behind the exit fence; others are never
+touched.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import InputError, PlanError, lost_peer
+from .plan import Plan
+
+Tensors = Sequence[Tensor]
+_WEIGHTS, _GRADS = 1, 2  # tags: an operation's messages meet only each other
+
+
+class Copy(NamedTuple):
+    """One replica: master `local` of rank `home` is in slot `slot` of rank `rank`."""
+
+    home: int
+    local: int
+    rank: int
+    slot: int
+
+
+def copies(plan: Plan) -> list[Copy]:
+    """All replicas, by expert, then by rank; reads the plan on the host."""
+    found = [
+        (expert, rank, slot)
+        for rank, filled in enumerate(plan.instances.tolist())
+        for slot, expert in enumerate(filled)
+        if expert >= 0
+    ]
+    return [Copy(expert // plan.num_local, expert % plan.num_local, rank, slot) for expert, rank, slot in sorted(found)]
+
+
+class InFlight:
+    """An operation that was launched. `wait` completes it once; a second call does nothing."""
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self._finish: Callable[[], None] | None = finish
+
+    def wait(self) -> None:
+        """Until the exit fence is passed.
+
+        Raises:
+            PeerError: another rank failed, or did not come in time.
+        """
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+
+class Transport(abc.ABC):
+    """Moves weights and gradients between R ranks; this object is rank `rank`'s end.
+
+    Arguments of both operations are lists with one tensor for each parameter of the experts, such as gate-up and down:
+    masters [L, ...], slots [S, ...]. A plan is read on the host.
+    """
+
+    rank: int
+    num_ranks: int
+
+    def weight_sync(self, plan: Plan, masters: Tensors, slots: Tensors) -> InFlight:
+        """Copy masters into the slots that the plan gives them, on all ranks. Collective.
+
+        Args:
+            plan: the same on every rank.
+            masters: [L, ...] each, read until `wait` returns.
+            slots: [S, ...] each, of the masters' dtype; written until `wait` returns. Unused slots keep what they hold.
+
+        Raises:
+            InputError: tensors that do not fit the plan or each other. PeerError: another rank failed.
+        """
+        self._check(plan, masters, slots)
+        return self._push(plan, masters, slots)
+
+    def grad_reduce(self, plan: Plan, slot_grads: Tensors, master_grads: Tensors) -> InFlight:
+        """Add the gradients of replicas to those of their masters, and zero the slots used. Collective.
+
+        Args:
+            plan: the same on every rank.
+            slot_grads: float32 [S, ...] each; the used ones are zero when `wait` returns.
+            master_grads: float32 [L, ...] each, with the home's own part; complete when `wait` returns.
+
+        Raises:
+            InputError: tensors that do not fit the plan or each other. PeerError: another rank failed.
+        """
+        self._check(plan, master_grads, slot_grads)
+        wrong = [t.dtype for t in (*slot_grads, *master_grads) if t.dtype != torch.float32]
+        if wrong:
+            raise InputError(f"gradients are added in float32, got {wrong[0]}; hand in float32 buffers")
+        return self._pull(plan, slot_grads, master_grads)
+
+    def agree(self, plan: Plan) -> None:
+        """See that all ranks have the same plan: one small exchange of checksums. Collective.
+
+        Raises:
+            PlanError: on every rank, naming those that differ from rank 0.
+        """
+        sums = self._gather(int(plan.checksum()))
+        odd = [rank for rank, value in enumerate(sums) if value != sums[0]]
+        if odd:
+            raise PlanError(
+                f"the replica plans of ranks {odd} differ from rank 0's; all ranks must plan from the same load, with "
+                "the same slots, smallest quota and planner"
+            )
+
+    @abc.abstractmethod
+    def _push(self, plan: Plan, masters: Tensors, slots: Tensors) -> InFlight: ...
+
+    @abc.abstractmethod
+    def _pull(self, plan: Plan, slot_grads: Tensors, master_grads: Tensors) -> InFlight: ...
+
+    @abc.abstractmethod
+    def _gather(self, value: int) -> list[int]: ...
+
+    def _check(self, plan: Plan, masters: Tensors, slots: Tensors) -> None:
+        if plan.num_ranks != self.num_ranks:
+            raise InputError(
+                f"a plan for {plan.num_ranks} ranks on a transport of {self.num_ranks}; plan for its group"
+            )
+        for master, slot in zip(masters, slots, strict=True):
+            if master.shape != (plan.num_local, *slot.shape[1:]) or slot.shape[0] < plan.slots:
+                raise InputError(
+                    f"masters {tuple(master.shape)} and slots {tuple(slot.shape)} do not fit a plan with "
+                    f"{plan.num_local} masters and {plan.slots} slots on a rank; make them [L, ...] and [S, ...]"
+                )
+            if master.dtype != slot.dtype or master.device != slot.device:
+                raise InputError(
+                    f"masters are {master.dtype} on {master.device}, slots {slot.dtype} on {slot.device}; "
+                    "make them alike"
+                )
+
+
+def zero_used(plan: Plan, rank: int, slot_grads: Tensors) -> None:
+    """Zero this rank's slots that the plan fills."""
+    used = [slot for slot, expert in enumerate(plan.instances[rank].tolist()) if expert >= 0]
+    for grads in slot_grads:
+        grads[used] = 0
+
+
+class GroupTransport(Transport):
+    """Point-to-point messages in a process group (gloo on CPUs), one for each replica and parameter.
+
+    A receiver posts its receives when its slots are free, and its waits end when they are filled: for two-sided
+    messages that is the entry and the exit fence of each pair, and ranks that exchange nothing need none.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self.rank, self.num_ranks = group, group.rank(), group.size()
+
+    def _push(self, plan: Plan, masters: Tensors, slots: Tensors) -> InFlight:
+        sends, receives = [], []
+        for copy in copies(plan):
+            for master, slot in zip(masters, slots, strict=True):
+                if copy.home == self.rank:
+                    sends.append((master[copy.local], copy.rank))
+                elif copy.rank == self.rank:
+                    receives.append((slot[copy.slot], copy.home))
+        works = self._launch("weight_sync", _WEIGHTS, sends, receives)
+        return InFlight(lambda: self._wait("weight_sync", works))
+
+    def _pull(self, plan: Plan, slot_grads: Tensors, master_grads: Tensors) -> InFlight:
+        sends, receives, totals = [], [], []
+        for copy in copies(plan):
+            for total, part in zip(master_grads, slot_grads, strict=True):
+                if copy.rank == self.rank:
+                    sends.append((part[copy.slot], copy.home))
+                elif copy.home == self.rank:
+                    receives.append((torch.empty(total.shape[1:], device=total.device), copy.rank))
+                    totals.append(total[copy.local])
+        works = self._launch("grad_reduce", _GRADS, sends, receives)
+
+        def finish() -> None:
+            self._wait("grad_reduce", works)
+            for total, (part, _) in zip(totals, receives, strict=True):
+                total += part
+            zero_used(plan, self.rank, slot_grads)
+
+        return InFlight(finish)
+
+    def _launch(self, what: str, tag: int, sends: list[Any], receives: list[Any]) -> list[tuple[Any, Tensor]]:
+        """Post everything; each work comes with the tensor that it must not lose."""
+        try:
+            posted = [(dist.irecv(_bytes(t), group=self._group, group_src=r, tag=tag), t) for t, r in receives]
+            for tensor, rank in sends:
+                data = _bytes(tensor.detach().contiguous())
+                posted.append((dist.isend(data, group=self._group, group_dst=rank, tag=tag), data))
+        except RuntimeError as err:
+            raise lost_peer(f"{what} of replicas", err) from err
+        return posted
+
+    def _wait(self, what: str, works: list[tuple[Any, Tensor]]) -> None:
+        try:
+            for work, _ in works:
+                work.wait()
+        except RuntimeError as err:
+            raise lost_peer(f"{what} of replicas", err) from err
+
+    def _gather(self, value: int) -> list[int]:
+        everybody: list[Any] = [None] * self.num_ranks
+        try:
+            dist.all_gather_object(everybody, value, group=self._group)
+        except RuntimeError as err:
+            raise lost_peer("agreement about a replica plan", err) from err
+        return everybody
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The same memory as bytes, for a process group that does not know every dtype."""
+    return tensor.detach().view(-1).view(torch.uint8)
