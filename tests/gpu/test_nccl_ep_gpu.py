@@ -68,6 +68,13 @@ def test_contract(pool: RankPool, name: str, case: contract.Case, refusal: str) 
 
 
 @pytest.mark.gpu(2)
+@pytest.mark.parametrize("name", NAMES.values())
+def test_fifty_steps_of_changing_lengths(pool: RankPool, name: str) -> None:
+    (case,) = [case for case in contract.CASES if case.name == "changing-tokens-20-steps/R2"]
+    check(pool, name, replace(case, argument="50"))
+
+
+@pytest.mark.gpu(2)
 @pytest.mark.parametrize(
     "case", [pytest.param(case, id=f"core-{case.name}") for case in contract.CASES if case.name in BUDGET]
 )

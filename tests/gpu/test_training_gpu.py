@@ -10,9 +10,11 @@ import torch.distributed as dist
 from moe_ep.dispatch import unavailable_reasons
 from moe_ep.testing.ranks import RankPool
 from moe_ep.testing.table_deepep import FORMS
+from moe_ep.testing.table_nccl_ep import LAYOUTS
 from tests.gpu.small_training import Setup, excess, interleaved_equals_serial, make_config, train
 
 CANDIDATES = {f"deepep {form}": Setup(dispatcher="deepep", options=options) for form, options in FORMS.items()}
+CANDIDATES |= {f"nccl_ep {layout}": Setup(dispatcher="nccl_ep", options=(("layout", layout),)) for layout in LAYOUTS}
 pytestmark = pytest.mark.gpu(2)
 
 

@@ -1,0 +1,214 @@
+#!/usr/bin/env python3
+"""What the `nccl_ep` dispatcher costs on top of the library: its stages against the bare calls plus our permutation.
+
+    torchrun --nproc-per-node 2 tools/bench_nccl_ep.py [--shape dsv3 qwen3 mixtral] [--forms flat] [--iterations 20]
+
+Each form is measured on one group of the library, the two ways in turn, with a new routing in every iteration: bare =
+the library's update, dispatch and combine, counts read on the host and buffers made where ours does, and, where flat,
+the index and row movement that expert rows need; ours = the stages of the dispatcher, from x and ids to expert rows and
+back. `train` is ours again with gradients: forward and backward of both. Times are the slowest rank's, median. Exit
+status: 0, or 1 where a result was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this folder is no installed package
+
+from moe_ep.config import DispatchConfig
+from moe_ep.dispatch import build_dispatcher
+from moe_ep.dispatch.nccl_ep import NcclEp
+from moe_ep.permute import gather_rows, sort_routes, sum_rows
+from moe_ep.routing import Routing
+from recipes.ranks import Launch
+from tools.bench_dispatch import join, leave
+from tools.bench_options import split
+from tools.bench_setting import Place
+from tools.shapes import Shape, make_workload, parse_shape
+from tools.timing import Stopwatch, percentiles, slowest_rank
+
+WARMUP = 3
+TOLERANCE = 1e-2  # relative, of y = sum_k w x with weights that sum to 1, after two roundings to bfloat16
+FORMS: dict[str, dict[str, Any]] = {
+    "expert_major": {},
+    "budget": {"capacity_factor": 1.5},
+    "flat": {"options": (("layout", "flat"),)},
+}
+HEADER = (
+    "form",
+    "shape",
+    "library",
+    "+permute",
+    "ours",
+    "ratio",
+    "library",
+    "+permute",
+    "ours",
+    "ratio",
+    "train",
+    "err",
+)
+
+
+class Pair:
+    """One dispatcher and its group, called both ways."""
+
+    def __init__(self, dispatcher: NcclEp, x_TH: Tensor, routings: list[Routing]) -> None:
+        self.dispatcher, self.x, self.routings = dispatcher, x_TH, routings
+        self.y = x_TH
+        self.lease = dispatcher.engine.lease()
+        self.counts = dispatcher.engine.update(self.lease, routings[0].expert_ids, "warm-up")
+
+    def ours(self, iteration: int, watch: Stopwatch) -> None:
+        """The six stages, with weights applied in between."""
+        d, routing = self.dispatcher, self.routings[iteration]
+        watch.begin()
+        ticket = d.dispatch_preprocess(self.x, routing)
+        d.dispatch(ticket)
+        inp = d.dispatch_postprocess(ticket)
+        rows = inp.rows()
+        watch.mark("ours dispatch")
+        y_NH = (rows * inp.row_weights[:, None]).to(rows.dtype)
+        del rows
+        watch.begin()
+        d.combine_preprocess(ticket, y_NH)
+        d.combine(ticket)
+        self.y = d.combine_postprocess(ticket)
+        watch.mark("ours combine")
+
+    def train(self, iteration: int, watch: Stopwatch) -> None:
+        """The six stages and their backward; the experts' place is taken by the rows themselves."""
+        d, given = self.dispatcher, self.routings[iteration]
+        x_TH, weights = self.x.detach().requires_grad_(), given.weights.detach().requires_grad_()
+        watch.begin()
+        with torch.enable_grad():
+            ticket = d.dispatch_preprocess(
+                x_TH, Routing(expert_ids=given.expert_ids, weights=weights, num_experts=given.num_experts)
+            )
+            d.dispatch(ticket)
+            rows = d.dispatch_postprocess(ticket).rows()
+            d.combine_preprocess(ticket, rows)
+            d.combine(ticket)
+            y_TH = d.combine_postprocess(ticket)
+        y_TH.backward(self.x)
+        watch.mark("train")
+
+    def bare(self, iteration: int, watch: Stopwatch) -> None:
+        """The library's calls on a handle of the same group, and the movement to expert rows and back."""
+        lib, sizes, kernels = self.dispatcher.engine.library, self.dispatcher.sizes, self.dispatcher.kernels
+        routing, tensor, stream = self.routings[iteration], lib.Tensor, torch.cuda.current_stream()
+        handle = self.lease.box[0]
+        watch.begin()
+        info = lib.LayoutInfo(expert_counters=tensor(self.counts[:-1]), recv_total_counter=tensor(self.counts[-1:]))
+        handle.update(tensor(routing.expert_ids), layout_info=info, stream=stream)
+        counts = self.counts.tolist() if sizes.budget is None else []
+        num_rows: int = counts[-1] if counts else sizes.budget or 0
+        rows = self.x.new_empty(num_rows, sizes.row)
+        weights = self.x.new_empty((num_rows, sizes.top_k) if sizes.flat else (num_rows,), dtype=torch.float32)
+        ids = torch.full((num_rows, sizes.top_k), -1, device=rows.device) if sizes.flat else None
+        handle.dispatch(
+            lib.DispatchInputs(tokens=tensor(self.x), topk_weights=tensor(routing.weights)),
+            lib.DispatchOutputs(
+                tokens=tensor(rows), topk_weights=tensor(weights), topk_idx=None if ids is None else tensor(ids)
+            ),
+            config=lib.DispatchConfig(), stream=stream,
+        )  # fmt: skip
+        watch.mark("library dispatch")
+        moved = rows
+        if ids is not None:
+            routes = sort_routes(ids, sizes.num_local, kernels=kernels)
+            index = routes.row_token[: sum(counts[:-1])]
+            moved = gather_rows(rows, index, routes.positions, bound=routes.bound, kernels=kernels)
+        watch.mark("bare dispatch")
+        watch.begin()
+        if ids is not None:
+            rows = sum_rows(moved, index, routes.positions, bound=routes.bound, kernels=kernels)
+        watch.mark("permute combine")
+        watch.begin()
+        y_TH = torch.empty_like(self.x)
+        inputs, outputs = lib.CombineInputs(tokens=tensor(rows)), lib.CombineOutputs(tokens=tensor(y_TH))
+        handle.combine(inputs, outputs, config=lib.CombineConfig(), stream=stream)
+        watch.mark("library combine")
+
+    def error(self) -> float:
+        """Relative error of the last result, whose weights sum to 1."""
+        return float((self.y.float() - self.x.float()).norm() / self.x.float().norm())
+
+
+def measure(form: str, shape: Shape, place: Place, iterations: int) -> tuple[tuple[str, ...], bool]:
+    """A row of the table, and whether the result was right."""
+    config = DispatchConfig(
+        name="nccl_ep", num_experts=shape.E, top_k=shape.K, hidden_size=shape.H, dtype="bfloat16", max_tokens=shape.T,
+        **FORMS[form],
+    )  # fmt: skip
+    dispatcher: Any = build_dispatcher(config, place.group)
+    workload = make_workload(shape, place.num_ranks, 1.0, 0)
+    routings = [workload.routing(place.rank, i) for i in range(WARMUP + iterations)]
+    moved = [
+        Routing(expert_ids=r.expert_ids.to(place.device), weights=r.weights.to(place.device), num_experts=shape.E)
+        for r in routings
+    ]
+    x_TH = torch.randn(shape.T, shape.H, device=place.device, dtype=torch.bfloat16)
+    pair, watch = Pair(dispatcher, x_TH, moved), Stopwatch(place.device, place.group)
+    taken: dict[str, list[float]] = {}
+    with torch.no_grad():
+        for iteration in range(WARMUP + iterations):
+            for body in (pair.train, pair.bare, pair.ours):
+                body(iteration, watch)
+                for name, us in watch.take().items():
+                    taken.setdefault(name, []).append(us)
+    worst = slowest_rank({name: us[WARMUP:] for name, us in taken.items()}, place.group, place.device)
+    times = {name: percentiles(us)[1] for name, us in worst.items()}
+    error = pair.error()
+    del pair
+    dispatcher.close()
+    combine = times["library combine"] + times["permute combine"]
+    cells = (
+        *(times["library dispatch"], times["bare dispatch"], times["ours dispatch"]),
+        *(times["library combine"], combine, times["ours combine"]),
+    )
+    d, c = cells[2] / cells[1], cells[5] / cells[4]
+    shown = [f"{us:.0f}" for us in cells]
+    row = (form, f"{shape.T},{shape.H},{shape.E},{shape.K}", *shown[:3], f"{d:.2f}", *shown[3:], f"{c:.2f}")
+    return (*row, f"{times['train']:.0f}", f"{error:.1e}"), error < TOLERANCE
+
+
+def rows_of(chosen: argparse.Namespace, place: Place) -> Iterator[tuple[tuple[str, ...], bool]]:
+    """Every combination that was asked for."""
+    for shape in map(parse_shape, chosen.shape):
+        for form in split(chosen.forms, str, "--forms"):
+            yield measure(form, shape, place, chosen.iterations)
+
+
+def main() -> int:
+    """Measure and print; returns the exit status."""
+    parser = argparse.ArgumentParser(description="The nccl_ep dispatcher against the bare library.", allow_abbrev=False)
+    parser.add_argument("--shape", nargs="+", default=["dsv3", "qwen3", "mixtral"], help="T,H,I,E,K or a preset")
+    parser.add_argument("--forms", default=",".join(FORMS), help=", ".join(FORMS))
+    parser.add_argument("--iterations", type=int, default=20)
+    chosen = parser.parse_args()
+    place = join(Launch.from_env())
+    if place.group is None or place.device.type != "cuda":
+        raise SystemExit("error: start it with torchrun, two GPUs or more")
+    found = list(rows_of(chosen, place))
+    leave(place)
+    if place.rank == 0:
+        versions = ", ".join(f"{name} {version}" for name, version in NcclEp.versions().items())
+        print(f"us; {versions}; dispatch in columns 3-6, combine in 7-10, train = forward and backward of both")
+        table = [HEADER, *(cells for cells, _ in found)]
+        widths = [max(len(line[i]) for line in table) for i in range(len(HEADER))]
+        for line in table:
+            print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+    return int(not all(right for _, right in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
