@@ -1,7 +1,8 @@
 """How much of the communication hides behind computation, from the traces of all ranks.
 
 - communication: time in which work of a dispatcher's launches ran (see `trace_parts`), with its waits for slower ranks;
-- exposed: the part of it in which the same rank computed nothing;
+- exposed: the part of it in which the same rank computed nothing; unfed: the part of that in which the compute stream
+  was through with all that the host had issued, so that another schedule would not help, but a faster host would;
 - hidden share: 1 - exposed / communication;
 - peer wait: how much longer a communication lasted than on the rank where it was shortest, which came last to it;
 - start delay: from the launch call to the kernel's start; late: the part of it after everything that the kernel had to
@@ -13,7 +14,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import mean
 
@@ -59,26 +60,17 @@ class Run:
         return None if comm == 0 else 1 - self.exposed_us(rank) / comm
 
 
-def measure(traces: Sequence[Trace], steps: tuple[int, int] | None = None) -> Run:
+def measure(traces: Iterable[Trace], steps: tuple[int, int] | None = None) -> Run:
     """Figures of a run.
 
     Args:
-        traces: of different ranks of one run.
+        traces: of different ranks of one run; each is let go of before the next is taken, if the iterable does so.
         steps: first and last step to look at; None: all.
 
     Raises:
         TraceError: a trace without what is measured, two traces of one rank, of different runs or of different steps.
     """
-    parts: dict[int, RankParts] = {}
-    for trace in traces:
-        rank = 0 if trace.rank is None and len(traces) == 1 else trace.rank
-        if rank is None:
-            raise TraceError(f"{trace.path} does not say its rank; name it rank0.json, rank1.json, ...")
-        if rank in parts:
-            raise TraceError(
-                f"{parts[rank].trace.path} and {trace.path} are both of rank {rank}; give one for each rank"
-            )
-        parts[rank] = take_apart(trace)
+    parts = _parts(traces)
     if len({each.on_gpu for each in parts.values()}) > 1:
         raise TraceError("some of these traces are of GPUs and some of CPUs; give the ranks of one run")
     ranks = {rank: rank_steps(rank, mine, steps) for rank, mine in sorted(parts.items())}
@@ -87,6 +79,21 @@ def measure(traces: Sequence[Trace], steps: tuple[int, int] | None = None) -> Ru
         _require_alike(first, other, parts)
     _peer_waits([first, *others])
     return Run(ranks=ranks, parts=parts)
+
+
+def _parts(traces: Iterable[Trace]) -> dict[int, RankParts]:
+    """By rank. A single trace need not say its own."""
+    parts = [take_apart(trace) for trace in traces]
+    found: dict[int, RankParts] = {}
+    for each in parts:
+        rank = 0 if each.trace.rank is None and len(parts) == 1 else each.trace.rank
+        if rank is None:
+            raise TraceError(f"{each.trace.path} does not say its rank; name it rank0.json, rank1.json, ...")
+        if rank in found:
+            paths = f"{found[rank].trace.path} and {each.trace.path}"
+            raise TraceError(f"{paths} are both of rank {rank}; give one for each rank")
+        found[rank] = each
+    return found
 
 
 def _require_alike(first: list[RankStep], other: list[RankStep], parts: dict[int, RankParts]) -> None:

@@ -39,13 +39,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _lines(chosen: argparse.Namespace) -> list[str]:
     if chosen.window is not None and chosen.png is None:
         raise TraceError("--window is a part of the picture; give --png as well")
-    run = measure([read_trace(path) for path in chosen.traces], chosen.steps)
+    run = measure(map(read_trace, chosen.traces), chosen.steps)
     rank = run.slowest if chosen.rank is None else chosen.rank
     if rank not in run.ranks:
         raise TraceError(f"--rank {rank}: there are traces of the ranks {', '.join(map(str, run.ranks))}")
     lines = [*overlap_table.report(run, rank), "", *overlap_table.share_lines(run, rank)]
     if chosen.serial:
-        serial = measure([read_trace(path) for path in chosen.serial], chosen.steps)
+        serial = measure(map(read_trace, chosen.serial), chosen.steps)
         lines.append(overlap_table.serial_line(serial, run, share_by_step_times(serial, run)))
     if chosen.png is not None:
         timeline.draw(run, chosen.png, chosen.window)

@@ -88,8 +88,8 @@ def serial_line(serial: Run, run: Run, share: float | None) -> str:
 
 
 _TOTALS = [
-    *("rank", "step", "step ms", "comm ms", "exposed ms", "hidden", "peer wait ms", "other comm ms", "host syncs"),
-    "in stages",
+    *("rank", "step", "step ms", "comm ms", "exposed ms", "unfed ms", "hidden", "peer wait ms", "other comm ms"),
+    *("host syncs", "in stages"),
 ]  # fmt: skip
 
 
@@ -99,19 +99,20 @@ def _totals(steps: Sequence[RankStep]) -> Iterable[list[str]]:
         some = steps if step is None else [step]
         comm, exposed = mean(total(each.comm) for each in some), mean(total(each.exposed) for each in some)
         other = mean(sum(work.end - work.start for work in each.other) for each in some)
+        unfed = [total(each.unfed) for each in some if each.unfed is not None]
         peers = [each.peer_wait for each in some if each.peer_wait is not None]
         syncs = [each.syncs for each in some if each.syncs is not None]
         inside = [sum(label is not None for label in each) for each in syncs]
         name = "mean" if step is None else "-" if step.number is None else str(step.number)
         yield [
             str(steps[0].rank), name, _ms(mean(each.us for each in some)), _ms(comm), _ms(exposed),
-            _share(exposed, comm), _ms(mean(peers) if peers else None), _ms(other),
+            _ms(mean(unfed) if unfed else None), _share(exposed, comm), _ms(mean(peers) if peers else None), _ms(other),
             *(f"{mean(counts):g}" if counts else "-" for counts in ([len(each) for each in syncs], inside)),
         ]  # fmt: skip
 
 
 _COLUMNS = [
-    *("layer", "pass", "stage", "n", "compute", "comm", "exposed", "hidden", "peer wait", "compute wait"),
+    *("layer", "pass", "stage", "n", "compute", "comm", "exposed", "unfed", "hidden", "peer wait", "compute wait"),
     *("start delay", "late", "host syncs"),
 ]  # fmt: skip
 
@@ -164,11 +165,13 @@ def _cells(sums: _Sums, steps: int, on_gpu: bool) -> list[str]:
     compute = _ms(sums.compute / steps) if sums.compute else ""
     syncs = "-" if not on_gpu else f"{sums.syncs / steps:g}" if sums.syncs else ""
     if not sums.figures:
-        return ["", compute, *[""] * 7, syncs]
+        return ["", compute, *[""] * 8, syncs]
     comm = sum(total(each.comm) for each in sums.figures)
     exposed = sum(total(each.exposed) for each in sums.figures)
     return [
-        f"{len(sums.figures) / steps:g}", compute, _ms(comm / steps), _ms(exposed / steps), _share(exposed, comm),
+        f"{len(sums.figures) / steps:g}", compute, _ms(comm / steps), _ms(exposed / steps),
+        _ms(_sum([None if each.unfed is None else total(each.unfed) for each in sums.figures], steps)),
+        _share(exposed, comm),
         _ms(_sum([each.peer_wait for each in sums.figures], steps)),
         _ms(_sum([each.compute_wait for each in sums.figures], steps)),
         _spread([each.start_delay for each in sums.figures]), _spread([each.late for each in sums.figures]), syncs,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
 
 from moe_ep.testing.chrome_trace import Thread, TraceError
@@ -28,12 +28,14 @@ class Figures:
 
     Attributes:
         comm, exposed: when it ran, and when it ran while this rank computed nothing.
+        unfed: the part of `exposed` in which the compute stream was through with all that the host had issued.
         group: the ranks that took part, as the trace names them.
         start_delay, late, compute_wait, peer_wait: see `tools.overlap`.
     """
 
     comm: list[Interval]
     exposed: list[Interval]
+    unfed: list[Interval] | None = None
     group: str = ""
     start_delay: float | None = None
     late: float | None = None
@@ -74,6 +76,12 @@ class RankStep:
     def exposed(self) -> list[Interval]:
         """When communication ran alone."""
         return union(each for figures in self.transfers.values() for each in figures.exposed)
+
+    @property
+    def unfed(self) -> list[Interval] | None:
+        """When communication ran alone because the host was late; None on CPUs."""
+        known = [figures.unfed for figures in self.transfers.values() if figures.unfed is not None]
+        return union(each for intervals in known for each in intervals) if known else None
 
     def of_rows(self, which: Literal["comm", "exposed"]) -> list[Interval]:
         """The same without what travels ahead of the rows, such as counts."""
@@ -138,6 +146,7 @@ class _Figures:
         main = max(by_stream, key=lambda mine: sum(work.end - work.start for work in mine), default=[])
         self.queue = sorted(main, key=lambda work: work.called)
         self.ends = list(accumulate((work.end for work in self.queue), max))
+        self.unfed = _unfed(main)
         self.comm = _by_stream(work for each in parts.transfers for work in each.works)
 
     def of(self, transfer: Transfer) -> Figures:
@@ -151,6 +160,7 @@ class _Figures:
         if not self.on_gpu:
             figures.compute_wait = _host_wait(transfer, comm)
             return figures
+        figures.unfed = difference(figures.exposed, difference(figures.exposed, self.unfed))
         figures.late = max(0.0, first.start - self._ready(transfer, first))
         figures.compute_wait = self._stream_wait(transfer, comm[-1][1])
         return figures
@@ -172,6 +182,12 @@ class _Figures:
         following = self.queue[place]
         idle_since = max(following.called, *self.ends[max(place - 1, 0) : place])
         return max(0.0, min(following.start, end) - idle_since)
+
+
+def _unfed(stream: Sequence[Work]) -> list[Interval]:
+    """When a stream was through with all that had been issued to it, until the host called for the next kernel."""
+    gaps = [(before.end, min(after.called, after.start)) for before, after in pairwise(stream)]
+    return union(gaps)
 
 
 def _host_wait(transfer: Transfer, comm: Sequence[Interval]) -> float | None:

@@ -8,7 +8,7 @@ outside of launches and waits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from moe_ep.testing.chrome_trace import Event, Trace, TraceError
@@ -29,7 +29,13 @@ class Step(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class RankParts:
-    """See the module. `syncs` is None on CPUs; `other` is communication that no launch range called for."""
+    """See the module.
+
+    Attributes:
+        trace: without its events.
+        syncs: None on CPUs.
+        other: communication that no launch range called for.
+    """
 
     trace: Trace
     on_gpu: bool
@@ -56,8 +62,9 @@ def take_apart(trace: Trace) -> RankParts:
     on_gpu = bool(trace.of("kernel"))
     compute, other = (_fill if on_gpu else trace_parts_cpu.fill)(trace, names, transfers)
     syncs = [(call, names.at(call.thread, call.start)[0]) for call in blocking_calls(trace)] if on_gpu else None
+    head = replace(trace, events={}, forward_of={})  # the events of many ranks would fill the memory
     return RankParts(
-        trace=trace, on_gpu=on_gpu, steps=_steps(trace), transfers=transfers, compute=compute, other=other, syncs=syncs
+        trace=head, on_gpu=on_gpu, steps=_steps(trace), transfers=transfers, compute=compute, other=other, syncs=syncs
     )
 
 

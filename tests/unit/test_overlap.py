@@ -213,6 +213,19 @@ def test_host_late_is_no_wait_of_the_stream(tmp_path: Path) -> None:
     assert figures(measured(tmp_path, small), "dispatch").compute_wait == 10  # from 120, when it was called, to 130
 
 
+def test_exposed_because_the_host_was_late(tmp_path: Path) -> None:
+    """Communication 40-140 beside computation 10-50 and 130-150, whose call came at 100: unfed are 50-100."""
+    small = SmallTrace()
+    small.kernel(0, 10, 40)
+    launch(small, place("dispatch"), 20, (40, 100))
+    small.kernel(100, 130, 20)
+    run = measured(tmp_path, small)
+    assert figures(run, "dispatch").exposed == [(50, 130)]
+    assert figures(run, "dispatch").unfed == run.ranks[0][0].unfed == [(50, 100)]
+    (step,) = measured(tmp_path, forward()).ranks[0]
+    assert step.unfed == []
+
+
 def test_host_syncs_stand_in_their_stage(tmp_path: Path) -> None:
     small = forward()
     small.call("cudaEventSynchronize", 25)
@@ -330,7 +343,7 @@ def test_on_cpus_what_gloo_does_hides_behind_operations(tmp_path: Path) -> None:
     assert (found.comm, found.exposed) == ([(20, 60)], [(20, 30), (50, 60)])
     assert (found.start_delay, found.late, found.compute_wait) == (8, None, 10)
     (step,) = run.ranks[0]
-    assert step.syncs is None
+    assert step.syncs is None and step.unfed is None
     parts = [(work.start, work.end, work.label and work.label.stage) for work in step.compute]
     assert sorted(parts) == [(0, 10, None), (30, 50, "experts"), (70, 80, "experts")]
 

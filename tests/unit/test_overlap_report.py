@@ -38,12 +38,28 @@ def test_totals_layers_and_shares(two_ranks: list[str], capsys: Capture) -> None
     assert main(two_ranks) == 0
     out = capsys.readouterr().out
     assert out.startswith("2 rank(s), GPU; steps 4; rank 1 is the slowest\n")
-    # step, communication, exposed, hidden, peer wait, other communication, host syncs and those in stages
-    assert cells(out, "0", "4") == ["0.600", "0.170", "0.070", "58.8", "%", "0.000", "0.000", "0", "0"]
-    assert cells(out, "1", "4") == ["0.700", "0.200", "0.100", "50.0", "%", "0.030", "0.000", "1", "1"]
-    # number, communication, exposed, hidden, peer wait, compute wait, start delay, late, host syncs
+    # step, communication, exposed, unfed, hidden, peer wait, other communication, host syncs and those in stages
+    assert cells(out, "0", "4") == ["0.600", "0.170", "0.070", "0.000", "58.8", "%", "0.000", "0.000", "0", "0"]
+    assert cells(out, "1", "4") == ["0.700", "0.200", "0.100", "0.000", "50.0", "%", "0.030", "0.000", "1", "1"]
+    # number, communication, exposed, unfed, hidden, peer wait, compute wait, start delay, late, host syncs
     found = cells(out, "0", "fwd", "dispatch")
-    assert found == ["2", "0.150", "0.100", "33.3", "%", "0.030", "0.080", "273", "/", "418", "50", "/", "100", "1"]
+    assert found == [
+        "2",
+        "0.150",
+        "0.100",
+        "0.000",
+        "33.3",
+        "%",
+        "0.030",
+        "0.080",
+        "273",
+        "/",
+        "418",
+        "50",
+        "/",
+        "100",
+        "1",
+    ]
     assert cells(out, "0", "fwd", "experts") == ["0.100"]
     assert cells(out, "-", "-", "(no", "stage)") == ["0.020"]
     assert "hidden share of rank 1: 50.0 % = 1 - exposed 0.100 ms / communication 0.200 ms" in out
@@ -59,7 +75,7 @@ def test_backward_and_a_rank_that_is_missing(tmp_path: Path, capsys: Capture) ->
     out = capsys.readouterr().out
     assert "no ranges of steps: each trace counts as one step" in out
     assert "only 1 of the run's 8 ranks: a slower one may be missing" in out
-    assert cells(out, "0", "bwd", "combine")[:6] == ["1", "0.100", "0.047", "53.0", "%", "-"]
+    assert cells(out, "0", "bwd", "combine")[:7] == ["1", "0.100", "0.047", "0.002", "53.0", "%", "-"]
     assert [cells(out, "0", which, "experts") for which in ("fwd", "recompute", "bwd")] == [
         ["0.010"],
         ["0.007"],
