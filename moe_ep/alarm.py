@@ -16,6 +16,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import NoReturn
@@ -25,10 +26,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from .calls import Call, CallLog
-from .errors import PeerError
+from .errors import PeerError, lost_peer
 from .peers import is_everywhere, is_lost_peer, mark_everywhere
 from .settlement import Outcome, Party, Settlement, Started, is_raised
 
+_SPIN_S, _NAP_S = 0.05, 0.001  # how long a host looks for a GPU without a pause, as CUDA's own waits do; how often else
 PERIOD_S = 0.2  # how often a rank looks whether another has failed
 # starts a call on a group; see `settlement.MakeUp`
 StartCall = Callable[[dist.ProcessGroup, Call | None, torch.device], Started]
@@ -123,8 +125,26 @@ class Alarm:
         self.check()
         call = Call("all_gather", self._device.type, 1, [1], [1])
         self.note(group, call, self._device)
-        self._start_call(group, call, self._device).wait_on_host()
+        started = self._start_call(group, call, self._device)
+        try:
+            self.watch_for(started.has_ended)
+            started.wait_on_host()
+        except RuntimeError as err:
+            self.explain(err)
+            raise err if isinstance(err, PeerError) else lost_peer("meeting of all ranks", err) from err
         self.check()
+
+    def watch_for(self, has_ended: Callable[[], bool]) -> None:
+        """Wait until a communication has ended, or the group is given up: then it may never end.
+
+        Raises:
+            PeerError: the group is given up.
+        """
+        spin_until = time.perf_counter() + (_SPIN_S if self._device.type == "cuda" else 0)
+        while not has_ended():
+            if self.given_up is not None:
+                self._raise()
+            time.sleep(0 if time.perf_counter() < spin_until else _NAP_S)
 
     def fail(self, err: Exception, where: str) -> None:
         """Make the other ranks raise because of `err`; returns when all have stopped or the group was given up.

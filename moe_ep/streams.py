@@ -112,6 +112,8 @@ class InFlight:
         """As `wait`, and block the host until the results can be read there."""
         if self._event is not None and _waits.at_arrival:
             with transfer_range("wait", self.what):
+                if self.alarm is not None:
+                    self.alarm.watch_for(self._event.query)
                 self._event.synchronize()
         return self.wait()
 
