@@ -14,7 +14,7 @@ from .trace_labels import BACKWARD, FORWARD, RECOMPUTE, Label
 
 # a layer's stages in the order in which they happen; others, of whatever back end, stand behind them
 STAGES = (
-    *("attention", "route", "dispatch_preprocess", "exchange of counts", "exchange of ids", "dispatch"),
+    *("attention", "route", "dispatch_preprocess", "exchange", "dispatch"),
     *("dispatch_postprocess", "experts", "combine_preprocess", "combine", "shared", "resolve", "combine_postprocess"),
 )
 _DIRECTIONS = (FORWARD, RECOMPUTE, BACKWARD)
@@ -149,7 +149,8 @@ def _rows(steps: Sequence[RankStep]) -> Iterable[list[str]]:
 
 
 def _order(group: Group) -> tuple[bool, int, int, int, str]:
-    stage = STAGES.index(group.stage) if group.stage in STAGES else len(STAGES)
+    first = group.stage.partition(" ")[0]  # exchange of counts, of ids, of whatever a back end sends ahead
+    stage = STAGES.index(first) if first in STAGES else len(STAGES)
     direction = _DIRECTIONS.index(group.direction)
     # backward goes the other way
     return (

@@ -17,8 +17,8 @@ from .rank_steps import RankStep
 from .trace_labels import BACKWARD, FORWARD, RECOMPUTE, Label
 
 _COLOURS = {
-    "attention": "#2ca02c", "route": "#8c564b", "dispatch_preprocess": "#bcbd22", "exchange of counts": "#7f7f7f",
-    "exchange of ids": "#7f7f7f", "dispatch": "#1f77b4", "dispatch_postprocess": "#17becf", "experts": "#d62728",
+    "attention": "#2ca02c", "route": "#8c564b", "dispatch_preprocess": "#bcbd22", "exchange": "#7f7f7f",
+    "dispatch": "#1f77b4", "dispatch_postprocess": "#17becf", "experts": "#d62728",
     "combine_preprocess": "#e377c2", "combine": "#ff7f0e", "shared": "#9467bd", "resolve": "#393b79",
     "combine_postprocess": "#f7b6d2",
 }  # fmt: skip
@@ -110,8 +110,12 @@ def _look(label: Label | None) -> tuple[Any, str]:
     if label is None:
         return _NO_STAGE, ""
     paler = min(0.3 * label.micro_batch, 0.75)
-    mixed = tuple(part + (1 - part) * paler for part in to_rgb(_COLOURS.get(label.stage, _OTHER_STAGE)))
+    mixed = tuple(part + (1 - part) * paler for part in to_rgb(_colour(label.stage)))
     return mixed, _HATCH[label.direction]
+
+
+def _colour(stage: str) -> str:
+    return _COLOURS.get(stage.partition(" ")[0], _OTHER_STAGE)  # exchange of counts, of ids, ...
 
 
 def _label(axes: Any, steps: Sequence[RankStep], shown: Interval) -> None:
@@ -131,9 +135,12 @@ def _legend(axes: Any, steps: Sequence[RankStep]) -> None:
     from matplotlib.patches import Patch
 
     labels = {label for step in steps for labelled in bars(step) for label in labelled}
-    stages = {label.stage for label in labels if label is not None}
-    known = [stage for stage in _COLOURS if stage in stages] + sorted(stages - set(_COLOURS))
-    patches = [Patch(facecolor=_COLOURS.get(stage, _OTHER_STAGE), label=stage) for stage in known]
+    order = list(_COLOURS.values())
+    stages = sorted(
+        {label.stage for label in labels if label is not None},
+        key=lambda stage: (order.index(_colour(stage)) if _colour(stage) in order else len(order), stage),
+    )
+    patches = [Patch(facecolor=_colour(stage), label=stage) for stage in stages]
     directions = {label.direction for label in labels if label is not None}
     for direction, text in ((BACKWARD, "backward"), (RECOMPUTE, "recompute")):
         if direction in directions:

@@ -179,6 +179,20 @@ def test_bars_that_touch_become_one_and_keep_to_the_window() -> None:
     assert timeline._spans([(0, 1)], 0, (1.5, 8.5), gap=0.01) == []
 
 
+def test_stages_of_other_back_ends_have_their_place(tmp_path: Path, capsys: Capture) -> None:
+    small = forward()
+    for number, what in enumerate(("exchange of routes", "arrival of combine", "announcement of a fault")):
+        launch(small, f"{what} of layer 0, micro-batch 0", 100 + 20 * number, (530 + 10 * number, 5))
+    assert main([str(small.write(tmp_path / "a.json"))]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if re.match(r" +0  fwd", line)]
+    stages = [re.sub(r"  .*", "", line.strip()[8:].strip()) for line in lines]
+    others = ["announcement of a fault", "arrival of combine"]
+    assert stages == ["attention", "exchange of routes", "dispatch", "experts", "combine", *others]
+    assert (
+        timeline._colour("exchange of routes") == timeline._colour("exchange of counts") != timeline._colour(others[0])
+    )
+
+
 def test_looks_differ() -> None:
     pytest.importorskip("matplotlib")
     labels = [Label(stage, 0, i, way) for stage in ("dispatch", "experts") for i in (0, 1) for way in ("fwd", "bwd")]
