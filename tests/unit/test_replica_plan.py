@@ -348,6 +348,9 @@ def test_physical_ids() -> None:
 @pytest.mark.slow
 def test_no_copy_of_an_expert_shares_a_rank_with_another_of_it() -> None:
     rng = random.Random(58)
+    for _ in range(100):  # 32 copies more than experts, which is what the report had
+        load = from_totals([int(50 * rng.lognormvariate(0, 2)) for _ in range(256)], 32)
+        verify(plan(load, 1))
     for _ in range(10000):
         totals = [int(50 * rng.lognormvariate(0, 1.5)) for _ in range(16)]
         verify(plan(from_totals(totals, 4), rng.choice([1, 2])))
