@@ -1,5 +1,6 @@
 """moe_ep: expert-parallel dispatch and communication overlap for Mixture-of-Experts pretraining in PyTorch."""
 
+from .alarm import raise_on_all_ranks
 from .config import DispatchConfig, MoEConfig
 from .dispatch import (
     Capabilities,
@@ -59,6 +60,7 @@ __all__ = [
     "close_dispatchers",
     "known_dispatchers",
     "moe_layers",
+    "raise_on_all_ranks",
     "register_dispatcher",
     "register_experts",
     "update_routers",
