@@ -49,12 +49,14 @@ class Alarm:
         told: another rank has failed; this one stops at its next communication.
         given_up: why the group serves no more, None as long as it does.
         last: the last communication that this rank has waited for, for messages.
+        generation: how often a rank has failed and all have stopped; the same on all ranks between two failures.
     """
 
     def __init__(self, group: dist.ProcessGroup, start_call: StartCall) -> None:
         self.told = False
         self.given_up: str | None = None
         self.last = ""
+        self.generation = 0
         self.party = Party(group.rank(), group.size())
         self._job_ranks = dist.get_process_group_ranks(group)
         self.noted = 0
@@ -195,14 +197,12 @@ class Alarm:
         return "; ".join(failed[:2])
 
     def _run(self) -> None:
-        generation = 0
         try:
             while not self._closed and self.given_up is None and self._groups[0]() is not None:
                 self._wake.wait(PERIOD_S)
                 self._wake.clear()
-                if self.party.error is not None or is_raised(self._store, generation):
-                    self._settle(generation)
-                    generation += 1
+                if self.party.error is not None or is_raised(self._store, self.generation):
+                    self._settle(self.generation)
         except Exception as err:  # whatever it is, the rank's own thread must not wait for this one
             self._closed = True
             if self.told or self.party.stopped:  # else the job is at its end, and the store went first
@@ -224,6 +224,7 @@ class Alarm:
             if not outcome.met:
                 self.given_up = f"{self._sentence()}. The process group serves no more, {why}; start the ranks again"
             self.party.error, self.party.stopped, self.told = None, False, False
+            self.generation += 1
             self._settled.set()
 
     def _make_up(self, log: int, call: Call | None) -> Started:

@@ -72,7 +72,7 @@ class Dispatcher(ABC):
                 self.alarm.include(self._early_group)
         self._order: Order | None = None
         if debug().checks:
-            self._order = open_order(group, open_twin(group, "checks", on_host=True), self._early_group)
+            self._order = open_order(group, self.alarm, self._early_group)
         self._faults: FaultRecord | None = None
         self._device: torch.device | None = None  # of the last micro-batch
         self.closed = False

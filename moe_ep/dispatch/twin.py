@@ -13,7 +13,6 @@ import atexit
 import uuid
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from ..errors import lost_peer
@@ -22,13 +21,12 @@ _PrefixStore: Any = dist.PrefixStore  # type: ignore[attr-defined]
 _twins: dict[tuple[dist.ProcessGroup, str], dist.ProcessGroup] = {}
 
 
-def open_twin(group: dist.ProcessGroup | None, purpose: str, *, on_host: bool = False) -> dist.ProcessGroup | None:
+def open_twin(group: dist.ProcessGroup | None, purpose: str) -> dist.ProcessGroup | None:
     """The twin of `group` for a purpose, made at the first call; collective over `group`.
 
     Args:
         group: None, or a group of one rank: there is nobody to talk to, and the group itself is returned.
         purpose: a name for it; each purpose has a twin of its own.
-        on_host: gloo on the CPU, whatever the group's back ends are.
 
     Returns:
         a group of the same ranks, devices and timeout; `group` itself where one of its back ends is neither gloo nor
@@ -42,7 +40,7 @@ def open_twin(group: dist.ProcessGroup | None, purpose: str, *, on_host: bool = 
     if (group, purpose) not in _twins:
         if not _twins:
             atexit.register(_close_all)
-        _twins[group, purpose] = _make(group, purpose, on_host)
+        _twins[group, purpose] = _make(group, purpose)
     return _twins[group, purpose]
 
 
@@ -61,7 +59,7 @@ def _close_all() -> None:
         close_twins(group)
 
 
-def _make(group: dist.ProcessGroup, purpose: str, on_host: bool) -> dist.ProcessGroup:
+def _make(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
     names: list[str | None] = [None] * group.size()
     try:
         dist.all_gather_object(names, uuid.uuid4().hex, group=group)
@@ -70,10 +68,10 @@ def _make(group: dist.ProcessGroup, purpose: str, on_host: bool) -> dist.Process
     store = _PrefixStore(f"moe_ep/{names[0]}/", group.get_group_store())
     twin = dist.ProcessGroup(store, group.rank(), group.size())
     made: dict[str, tuple[Any, Any] | None] = {}
-    for device in [torch.device("cpu")] if on_host else group._device_types:
-        backend = group._get_backend(group._device_types[0] if on_host else device)
+    for device in group._device_types:
+        backend = group._get_backend(device)
         backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
-        kind = "gloo" if on_host else backend.name()
+        kind = backend.name()
         if kind not in made:
             made[kind] = _like(kind, backend, _PrefixStore(f"{kind}/", store), group)
         one = made[kind]

@@ -86,7 +86,8 @@ def test_a_run_in_order_is_noted_and_not_changed(pool: RankPool) -> None:
                 ("backward of dispatch", 1), ("backward of dispatch", 0),
             ])
         ]  # fmt: skip
-        assert "[dispatch_preprocess, group moe_ep counts] sends int64 [2, 7]" in lines[0]
+        assert "[dispatch_preprocess, group moe_ep counts] sends int64 [" in lines[0]
+        assert lines[0].endswith("all_to_all int64 [2, 7] to int64 [2, 7]")
         sent = (8, 0)[rank]  # 4 tokens with two routes each, and none
         assert f"sends float32 [{sent}, 16], float32 [{sent}]: all_to_all float32 [{sent}, 16] to float32 [" in lines[1]
         assert lines[1].count("all_to_all") == 2, "rows and weights"
@@ -201,8 +202,33 @@ def body_absent(group: dist.ProcessGroup, rank: int) -> tuple[str, str]:
 
 def test_a_rank_that_does_not_come_is_missed_with_the_launches_printed(pool: RankPool) -> None:
     error, printed = pool.run(body_absent)[0]
-    assert error.startswith("comparison of the combine of layer 0, micro-batch 0: communication with the other ranks")
+    assert error.startswith(
+        "combine of layer 0, micro-batch 0: rank 1 of 2 did not come to any communication within 2 s"
+    )
     assert "rank 0 of its group fails; its last 3 launches" in printed
+
+
+def body_failure(group: dist.ProcessGroup, rank: int) -> None:
+    """One rank's experts raise, the other hears of it while it compares; then they go on together."""
+    want = run_both_ways(small_stack(group, dense=(False,)), rank, 2, CPU)
+    with checking(group):
+        model = small_stack(group, dense=(False,))
+        (layer,) = moe_layers(model)
+
+        def fail(*_: object) -> None:
+            raise ValueError("planted")
+
+        hook = layer.experts.register_forward_pre_hook(fail) if rank == 1 else None
+        with pytest.raises(ValueError if rank == 1 else PeerError, match="planted"):
+            run_both_ways(model, rank, 2, CPU)
+        if hook is not None:
+            hook.remove()
+        got = run_both_ways(model, rank, 2, CPU)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_ranks_that_failed_compare_again_from_the_start(pool: RankPool) -> None:
+    pool.run(body_failure)
 
 
 def body_splits(group: dist.ProcessGroup, rank: int) -> str:
