@@ -46,6 +46,7 @@ class DispatchConfig:
         capacity_factor: rows = factor x balanced rows, without a host sync; None: counts are read by the host.
         num_sms: SMs that a GPU back end may use, None for its default.
         kernels: what moves rows on a GPU, see MoEConfig.
+        num_micro_batches: most micro-batches that a layer interleaves, so how many tickets are in flight at once.
         options: further back-end keys, as sorted (key, value) pairs.
     """
 
@@ -60,6 +61,7 @@ class DispatchConfig:
     capacity_factor: float | None = None
     num_sms: int | None = None
     kernels: Kernels = "auto"
+    num_micro_batches: int = 1
     options: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
@@ -90,7 +92,7 @@ class MoEConfig:
         force_balance: replace the chosen ids by an even pattern (for A/B measurements).
         kernels: what moves rows on a GPU: "torch", "cuda" (the package's kernels; refused where they cannot run) or
             "auto" (the kernels where they can run, else torch and a warning).
-        capacity_factor, num_sms: see DispatchConfig.
+        capacity_factor, num_sms, num_micro_batches: see DispatchConfig.
         options: back-end keys, as sorted (key, value) pairs.
         init_std: standard deviation of the initial weights; a function of the global expert id, not of the rank.
     """
@@ -119,6 +121,7 @@ class MoEConfig:
     kernels: Kernels = "auto"
     capacity_factor: float | None = None
     num_sms: int | None = None
+    num_micro_batches: int = 1
     options: tuple[tuple[str, Any], ...] = ()
     init_std: float = 0.02
 
@@ -140,6 +143,7 @@ class MoEConfig:
             capacity_factor=self.capacity_factor,
             num_sms=self.num_sms,
             kernels=self.kernels,
+            num_micro_batches=self.num_micro_batches,
             options=self.options,
         )
 
@@ -161,7 +165,7 @@ def check_moe(config: MoEConfig) -> None:
     Raises:
         RecipeError: one sentence with key, value and what would be valid.
     """
-    for name in ("hidden_size", "expert_intermediate_size", "num_experts", "top_k"):
+    for name in ("hidden_size", "expert_intermediate_size", "num_experts", "top_k", "num_micro_batches"):
         require(getattr(config, name) >= 1, f"{name} must be at least 1, got {getattr(config, name)}")
     require(config.dtype in DTYPES, f"dtype {config.dtype!r} is not one of {', '.join(DTYPES)}")
     require(

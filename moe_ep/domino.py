@@ -131,6 +131,8 @@ class DominoLayer(nn.Module):
         return self._run(list(x), [None] * len(x) if valid is None else list(valid))
 
     def _run(self, inputs: list[Pending], valid: list[Tensor | None]) -> Group:
+        if self.moe is not None:
+            self.moe.dispatcher.check_interleaving(len(inputs))
         plan = schedule(len(inputs), dense=self.moe is None, outside=self._outside)
         run = _Run(self, inputs, valid, _links(plan))
         run.walk(plan.steps[: plan.before])

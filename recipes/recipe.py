@@ -68,7 +68,7 @@ class Recipe:
         return self.model.first_dense_layers < self.model.num_layers
 
     def moe_config(self) -> MoEConfig:
-        """The configuration of every MoE layer: [moe] with the dispatcher's options, sizes of [model], one micro-batch.
+        """The configuration of every MoE layer: [moe] with the dispatcher's options, sizes of [model], micro-batches.
 
         Raises:
             RecipeError: an impossible combination, naming file, key and what would be valid.
@@ -76,7 +76,12 @@ class Recipe:
         tokens = self.train.micro_batch_size * self.train.sequence_length
         try:
             options = self.options.get(self.moe.dispatcher, ())
-            return self.model.moe(**dataclasses.asdict(self.moe), max_tokens=tokens, options=options)
+            return self.model.moe(
+                **dataclasses.asdict(self.moe),
+                max_tokens=tokens,
+                num_micro_batches=self.train.intra_layer_micro_batch,
+                options=options,
+            )
         except RecipeError as err:
             raise RecipeError(f"{self.source} [moe]: {err}") from err
 

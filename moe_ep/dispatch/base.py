@@ -7,6 +7,7 @@ A dispatcher object holds only static resources, so any number of tickets may be
 from __future__ import annotations
 
 import contextlib
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import ClassVar, TypeVar
@@ -19,7 +20,7 @@ from ..alarm import Alarm, alarm_of
 from ..config import DispatchConfig
 from ..debug import debug
 from ..eager import eager
-from ..errors import InputError, MoEError, PeerError, ProtocolError
+from ..errors import InputError, MoEError, PeerError, ProtocolError, RecipeError
 from ..faults import Fault, FaultRecord, routing_status
 from ..ops import choose_kernels
 from ..order import Order, in_stage, open_order, told
@@ -29,7 +30,7 @@ from ..routing import Routing
 from ..schedule import Link
 from ..streams import CommStream, InFlight, LanePool, comm_stream
 from ..tracing import stage_range
-from .capabilities import Capabilities, check_input, group_serves
+from .capabilities import Capabilities, check_input, group_serves, too_many_tickets
 from .count_checks import check_counts
 from .ticket import Stage, Ticket
 from .transfer import start_call
@@ -73,6 +74,7 @@ class Dispatcher(ABC):
         self._order: Order | None = None
         if debug().checks:
             self._order = open_order(group, self.alarm, self._early_group)
+        self._tickets: weakref.WeakSet[Ticket] = weakref.WeakSet()  # where their number is limited
         self._faults: FaultRecord | None = None
         self._device: torch.device | None = None  # of the last micro-batch
         self.closed = False
@@ -156,9 +158,11 @@ class Dispatcher(ABC):
             InputError: wrong shape, dtype, device; ids out of range (here or at the next stage, where the counts are
                 read). The other ranks get a PeerError that names this one.
             CapacityError: more tokens than max_tokens.
+            ProtocolError: more tickets are in flight than the back end holds.
         """
         ticket = Ticket(layer, micro_batch, owner=self, waits=waits)
         self._enter(ticket, Stage.DISPATCH_PREPROCESS)
+        self._count(ticket)
         fault = self._find_fault(x_TH, routing)
         if fault is not None:
             code, value, error = fault
@@ -256,6 +260,17 @@ class Dispatcher(ABC):
         if self.alarm is not None:
             self.alarm.fail(err, where)
 
+    def check_interleaving(self, num_micro_batches: int) -> None:
+        """Refuse more micro-batches at once than the back end holds.
+
+        Raises:
+            RecipeError: value, limit and way out.
+        """
+        most = self.capabilities.max_tickets
+        if most is not None and num_micro_batches > most:
+            reason = too_many_tickets(self.capabilities, num_micro_batches)
+            raise RecipeError(f"dispatcher {self.name!r} cannot run here: {reason}")
+
     def raise_if_faulted(self) -> None:
         """Read the device's fault record (a host sync) and raise on every rank if there is one. Collective.
 
@@ -315,6 +330,18 @@ class Dispatcher(ABC):
         if self.closed:
             raise ProtocolError(f"{ticket.where}: {stage.label} was called on a closed {self.name} dispatcher")
         ticket.expect(stage)
+
+    def _count(self, ticket: Ticket) -> None:
+        most = self.capabilities.max_tickets
+        if most is None:
+            return
+        live = [other.where for other in self._tickets if other.stage is not Stage.RELEASED]
+        if len(live) >= most:
+            raise ProtocolError(
+                f"{ticket.where}: dispatcher {self.name!r} holds {most} micro-batch(es) in flight, and "
+                f"{', '.join(sorted(live))} is under way; finish it first or take another dispatcher"
+            )
+        self._tickets.add(ticket)
 
     def _run(self, ticket: Ticket, stage: Stage, fn: Callable[[], T]) -> T:
         noted = contextlib.nullcontext() if self._order is None else in_stage(stage.label)

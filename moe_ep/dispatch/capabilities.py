@@ -30,6 +30,8 @@ class Capabilities:
         routers: routers it can serve, None for any.
         capacity: whether config.capacity_factor works (rows without a host sync).
         options: back-end keys it takes.
+        max_tickets: how many micro-batches may be in flight at once, from `dispatch_preprocess` until the ticket is
+            released; None for any number.
         host_syncs: host syncs of one micro-batch, forward and backward.
         graph_capture: whether a CUDA graph may capture it.
         uses_num_sms: whether config.num_sms has an effect.
@@ -52,6 +54,7 @@ class Capabilities:
     routers: tuple[str, ...] | None = None
     capacity: bool = False
     options: tuple[str, ...] = ()
+    max_tickets: int | None = None
     host_syncs: int = 0
     graph_capture: bool = False
     uses_num_sms: bool = False
@@ -82,6 +85,8 @@ def capability_reasons(caps: Capabilities, config: DispatchConfig, num_ranks: in
          f"it serves a hidden_size of at most {caps.max_hidden}, got {hidden}; take another dispatcher"),
         (caps.max_top_k is not None and top_k > (caps.max_top_k or 0),
          f"it serves a top_k of at most {caps.max_top_k}, got {top_k}; lower top_k or take another dispatcher"),
+        (caps.max_tickets is not None and config.num_micro_batches > (caps.max_tickets or 0),
+         too_many_tickets(caps, config.num_micro_batches)),
         (caps.needs_max_tokens and config.max_tokens is None,
          "it pads to max_tokens, which is not set; set it to the most tokens of one rank's micro-batch"),
         (config.max_tokens is not None and config.max_tokens < 1,
@@ -98,6 +103,14 @@ def capability_reasons(caps: Capabilities, config: DispatchConfig, num_ranks: in
          f"it knows no option {', '.join(map(repr, unknown))}; it knows {', '.join(caps.options) or 'none'}"),
     ]  # fmt: skip
     return [sentence for broken, sentence in checks if broken]
+
+
+def too_many_tickets(caps: Capabilities, num_micro_batches: int) -> str:
+    """Why a back end cannot interleave that many micro-batches."""
+    return (
+        f"it holds {caps.max_tickets} micro-batch(es) in flight, and {num_micro_batches} are to be interleaved; "
+        "lower the number (train.intra_layer_micro_batch of a recipe) or take another dispatcher"
+    )
 
 
 def check_input(

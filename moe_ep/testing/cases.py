@@ -73,6 +73,13 @@ class Case:
         """Most tokens of a rank over all micro-batches, at least 1."""
         return max(*self.tokens, 1) + (0 if self.driver == "repeat" else 4)
 
+    @property
+    def num_tickets(self) -> int:
+        """Most tickets in flight at once."""
+        if self.driver == "schedule":
+            return len({step[1] for step in self.argument.partition(" | ")[0].split()})
+        return 2 if self.driver in ("source", "abandoned") else 1
+
     def dispatch_config(self, dispatcher: str) -> DispatchConfig:
         """The configuration of a dispatcher for this case."""
         fields: dict[str, object] = {
@@ -82,6 +89,7 @@ class Case:
             "hidden_size": self.hidden,
             "dtype": self.dtype,
             "max_tokens": self.max_tokens,
+            "num_micro_batches": self.num_tickets,
         }
         return DispatchConfig(**(fields | dict(self.config)))  # type: ignore[arg-type]
 

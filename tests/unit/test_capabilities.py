@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import ClassVar
 
 import pytest
 import torch
 
-from moe_ep import Capabilities, DispatchConfig, InputError, Routing
+from moe_ep import (
+    Capabilities,
+    DispatchConfig,
+    InputError,
+    MoEConfig,
+    MoELayer,
+    ProtocolError,
+    RecipeError,
+    Routing,
+    Unavailable,
+    build_dispatcher,
+    register_dispatcher,
+)  # fmt: skip
+from moe_ep.dispatch.capabilities import capability_reasons
 from moe_ep.dispatch.local import Local
+from moe_ep.testing.contract import CASES
+from tests.ranks.small_stack import MOE, inputs, small_stack
 
 CONFIG = DispatchConfig(name="picky", num_experts=4, top_k=2, hidden_size=8)
 
@@ -38,3 +54,56 @@ def test_what_a_back_end_cannot_serve_is_refused_at_the_call(ids: list[list[int]
 
 def test_what_it_serves_goes_through() -> None:
     Picky(CONFIG, None).dispatch_preprocess(torch.ones(1, 8), routing([[1, -1]]))
+
+
+@register_dispatcher("single_file")
+class SingleFile(Local):
+    """A back end that holds one micro-batch at a time."""
+
+    name: ClassVar[str] = "single_file"
+    capabilities: ClassVar[Capabilities] = replace(Local.capabilities, max_tickets=1)
+
+
+ONE = "it holds 1 micro-batch(es) in flight, and 2 are to be interleaved; lower the number"
+
+
+def test_more_micro_batches_than_a_back_end_holds_are_refused_at_construction() -> None:
+    for build in (
+        lambda num: build_dispatcher(replace(CONFIG, name="single_file", num_micro_batches=num)),
+        lambda num: MoELayer(MoEConfig(**MOE, dispatcher="single_file", num_micro_batches=num)),
+        lambda num: small_stack(None, dict(dispatcher="single_file", num_micro_batches=num)),
+    ):
+        build(1)
+        with pytest.raises(Unavailable, match=re.escape(ONE)):
+            build(2)
+
+
+def test_a_stack_that_was_not_told_refuses_at_the_first_call() -> None:
+    model = small_stack(None, dict(dispatcher="single_file"))
+    for _ in range(2):
+        with pytest.raises(RecipeError, match=re.escape(f"dispatcher 'single_file' cannot run here: {ONE}")):
+            model(inputs(0, 2))
+        for _ in range(2):
+            (y,), _ = model(inputs(0, 1))
+            y.sum().backward()
+    small_stack(None)(inputs(0, 4))
+
+
+def test_a_ticket_more_than_a_back_end_holds_is_refused() -> None:
+    dispatcher = SingleFile(replace(CONFIG, name="single_file"), None)
+    x, value = torch.ones(1, 8), routing([[1, 2]])
+    first = dispatcher.dispatch_preprocess(x, value, layer=3)
+    with pytest.raises(ProtocolError, match=r"layer 3, micro-batch 1: .* layer 3, micro-batch 0 is under way"):
+        dispatcher.dispatch_preprocess(x, value, layer=3, micro_batch=1)
+    first.release()
+    second = dispatcher.dispatch_preprocess(x, value, layer=3, micro_batch=1)
+    del second  # abandoned
+    dispatcher.dispatch_preprocess(x, value, layer=3, micro_batch=2)
+
+
+def test_the_contract_asks_for_as_many_tickets_as_its_cases_hold() -> None:
+    asked = {case.name.partition("/")[0]: case.num_tickets for case in CASES if case.num_tickets > 1}
+    assert asked["two-tickets"] == asked["source-is-kept"] == 2 and asked["four-tickets"] == 4
+    for case in CASES:
+        reasons = capability_reasons(SingleFile.capabilities, case.dispatch_config("single_file"), 1)
+        assert any("micro-batch(es) in flight" in reason for reason in reasons) == (case.num_tickets > 1)

@@ -39,7 +39,7 @@ def test_every_field_that_both_have_is_handed_over() -> None:
     shared = {f.name for f in dataclasses.fields(MoEConfig)} & {f.name for f in dataclasses.fields(DispatchConfig)}
     changed = {
         "num_experts": 16, "top_k": 4, "hidden_size": 96, "dtype": "float64", "max_tokens": 7, "router": "grouped",
-        "num_groups": 4, "capacity_factor": 2.0, "num_sms": 3, "kernels": "torch",
+        "num_groups": 4, "capacity_factor": 2.0, "num_sms": 3, "kernels": "torch", "num_micro_batches": 2,
         "options": (("a", 1),),
     }  # fmt: skip
     assert set(changed) == shared
@@ -52,6 +52,7 @@ REFUSED = [
     ({"top_k": 0}, "top_k must be at least 1, got 0"),
     ({"hidden_size": -4}, "hidden_size must be at least 1, got -4"),
     ({"num_experts": 0}, "num_experts must be at least 1, got 0"),
+    ({"num_micro_batches": 0}, "num_micro_batches must be at least 1, got 0"),
     ({"dtype": "float8"}, "dtype 'float8' is not one of float32, bfloat16, float16, float64"),
     ({"max_tokens": 0}, "max_tokens must be at least 1, got 0; or leave it unset"),
     ({"num_sms": -2}, "num_sms must be at least 1, got -2"),
