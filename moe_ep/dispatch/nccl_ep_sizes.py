@@ -10,6 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ..config import DispatchConfig
 from .capabilities import Capabilities
 
@@ -22,7 +24,12 @@ MAX_TOKENS = 8192
 MAX_SMS = 16
 _RANKS_PER_HOST = 8
 _ALIGN = 16  # bytes of a row, for the bulk copies of the kernels
-_LOW_LATENCY_MULTIPLE = 128  # elements of a row (ncclEpCombine, "sizes[2] % 128 == 0")
+_MULTIPLE = 8  # elements of a row (ht_ep.cuh: "HIDDEN_DIM must satisfy TMA alignment", counted in two-byte elements)
+# elements of a low-latency row: whole iterations of a warp (ll_ep.cuh: "Invalid hidden") and, with 4 bytes for each 128
+# elements behind them, slots of a multiple of 16 bytes ("Invalid vectorization")
+_LOW_LATENCY_MULTIPLE = 512
+# of a low-latency row: a block has 32 warps, one of them fetches and each other one adds up 1024 bytes (ll_ep_smem.cuh)
+_LOW_LATENCY_BYTES = 31 * 1024
 
 
 CAPABILITIES = Capabilities(
@@ -76,10 +83,16 @@ def option_reasons(config: DispatchConfig) -> list[str]:
     fixed = rows is not None or config.capacity_factor is not None
     tokens = config.max_tokens or 0
     is_count = type(rows) is int and rows >= 1
+    element_bytes = getattr(torch, config.dtype).itemsize
+    wide = low_latency_row(config.hidden_size, element_bytes) * element_bytes
     checks = [
         (options.layout not in (EXPERT_MAJOR, FLAT),
          f"layout = {options.layout!r} is not one of '{EXPERT_MAJOR}', '{FLAT}'"),
         (type(options.low_latency) is not bool, f"low_latency = {options.low_latency!r} must be true or false"),
+        (options.low_latency is True and wide > _LOW_LATENCY_BYTES,
+         f"low_latency needs rows of {wide} bytes for hidden_size = {config.hidden_size}, more than the "
+         f"{_LOW_LATENCY_BYTES} that the library adds up in one block (ll_ep_smem.cuh: recv_decode_warps); leave "
+         "low_latency unset"),
         (rows is not None and not is_count, f"budget_rows = {rows!r} must be a number of rows, at least 1"),
         (is_count and config.capacity_factor is not None,
          f"budget_rows = {rows} and capacity_factor = {config.capacity_factor} both say how many rows a rank can "
@@ -101,6 +114,12 @@ def option_reasons(config: DispatchConfig) -> list[str]:
     return [sentence for broken, sentence in checks if broken]
 
 
+def low_latency_row(hidden: int, element_bytes: int) -> int:
+    """Elements of a low-latency row: H and 16 bytes for the token's number, a multiple of 512."""
+    used = round_up(hidden * element_bytes, _ALIGN) + _ALIGN
+    return round_up(used // element_bytes, _LOW_LATENCY_MULTIPLE)
+
+
 def round_up(number: int, multiple: int) -> int:
     """The smallest multiple that is not less."""
     return -(-number // multiple) * multiple
@@ -118,7 +137,7 @@ class Sizes:
             per_lsa_team must be multiple of 4").
         max_tokens: of one rank, a multiple of 16: the library wants tokens times ranks of a host to be a multiple of 4
             (ht_ep_adapter.cu: "lsa_team_size <= 3 requires even num_tokens_per_rank").
-        row: elements of a row, 16 bytes a multiple of it and 32 bytes the least.
+        row: elements of a row, a multiple of 8 and of 16 bytes, 32 bytes at least.
         budget: rows that a rank can receive, None: as many as come.
     """
 
@@ -168,9 +187,8 @@ class Sizes:
 
     @property
     def low_latency_row(self) -> int:
-        """Elements of a low-latency row: H and 16 bytes for the token's number, a multiple of 128."""
-        return round_up(round_up(self.hidden * self.element_bytes, _ALIGN) // self.element_bytes
-                        + _ALIGN // self.element_bytes, _LOW_LATENCY_MULTIPLE)  # fmt: skip
+        """Elements of a low-latency row."""
+        return low_latency_row(self.hidden, self.element_bytes)
 
     def low_latency_bytes(self) -> int:
         """Device memory of a low-latency group with rank-major rows (common.hpp, LowLatencyLayout)."""
@@ -201,6 +219,6 @@ def make_sizes(config: DispatchConfig, num_ranks: int, element_bytes: int) -> Si
         flat=options.layout == FLAT,
         local_experts=round_up(num_local, 4 // math.gcd(4, min(num_ranks, _RANKS_PER_HOST))),
         max_tokens=max_tokens,
-        row=max(round_up(config.hidden_size * element_bytes, _ALIGN), 2 * _ALIGN) // element_bytes,
+        row=max(round_up(config.hidden_size, max(_MULTIPLE, _ALIGN // element_bytes)), 2 * _ALIGN // element_bytes),
         budget=None if budget is None else max(budget, max_tokens),
     )

@@ -8,7 +8,8 @@ Documents, all of NVIDIA/nccl-extensions as packed in nccl-extensions 0.1.0 (pat
  2. nccl_ep.h, max_dispatch_tokens_per_rank: "Must be the same across all ranks", > 0; max_recv_tokens_per_rank: ">=
     max_dispatch_tokens_per_rank", identical across ranks; with 0, no NCCL_EP_OVERFLOW_DROP, and num_topk is required
     for expert-major.
- 3. nccl_ep.h, max_token_bytes: "multiple of 16 bytes" in HT; rows no longer than that, 16-byte multiples and aligned.
+ 3. nccl_ep.h, max_token_bytes: "multiple of 16 bytes" in HT; rows no longer than that, 16-byte multiples and aligned;
+    device/ht_ep.cuh: a multiple of 8 elements.
  4. nccl_ep.cc, ncclEpInitHandle: "num_experts % nRanks == 0"; device/ht_ep_adapter.cu: experts of a host a multiple of
     4, max_dispatch_tokens_per_rank * ranks of a host a multiple of 4.
  5. python/nccl/ep/tensor.py: a descriptor is a pointer and a shape, no strides: tensors must be contiguous.
@@ -30,8 +31,8 @@ Documents, all of NVIDIA/nccl-extensions as packed in nccl-extensions 0.1.0 (pat
 13. nccl_ep.cc, ncclEpDispatch and ncclEpCombine in LL mode: a completion reads the descriptors and the handle's ids
     again, so they must live, unchanged, until it is done; ids until the combine is.
 14. nccl_ep.h, LL rank-major: topk_weights in; out tokens [R, C, H], topk_weights and topk_idx int32 [R, C, K]; rows a
-    multiple of 16 elements, of 128 for combine; layout_info belongs to dispatch; no backward pass. Slots are filled in
-    any order; src_rank_counters tells how many.
+    multiple of 512 elements (device/ll_ep.cuh: "Invalid hidden", "Invalid vectorization"); layout_info belongs to
+    dispatch; no backward pass. Slots are filled in any order; src_rank_counters tells how many.
 15. nccl_ep.h, ncclEpInitHandle: with automatic buffers the first handle of a layout and top-k is made by all ranks.
 """
 
@@ -301,7 +302,7 @@ class Handle:
 
     def _check_rows(self, rows: T, contract: int) -> None:
         size = rows.shape[1] * rows.element_size()
-        demand(rows.dim() == 2 and size % 16 == 0, 3, f"rows {tuple(rows.shape)} of {size} bytes")
+        demand(rows.dim() == 2 and size % 16 == rows.shape[1] % 8 == 0, 3, f"rows {tuple(rows.shape)} of {size} bytes")
         demand(size <= self.group.config.max_token_bytes, 3, f"rows of {size} bytes")
         demand(rows.data_ptr() % 16 == 0, 3, "rows that are not aligned to 16 bytes")
         demand(rows.dtype in (torch.float32, torch.float16, torch.bfloat16), contract, f"rows of {rows.dtype}")
@@ -458,9 +459,9 @@ class LowLatencyHandle(Handle):
         finish, self.finish, self.group.under_way = self.finish, None, None
         finish()
 
-    def _check_wide(self, rows: T, multiple: int) -> None:
+    def _check_wide(self, rows: T) -> None:
         c = self.group.config
-        demand(rows.shape[-1] % multiple == 0, 14, f"rows of {rows.shape[-1]} elements")
+        demand(rows.shape[-1] % 512 == 0, 14, f"rows of {rows.shape[-1]} elements")
         demand(rows.shape[-1] * rows.element_size() <= c.max_token_bytes, 3, f"rows of {rows.shape[-1]} elements")
         shape = (self.group.comm.size, c.max_dispatch_tokens_per_rank, rows.shape[-1])
         demand(rows.dim() == 2 or tuple(rows.shape) == shape, 14, f"rows {tuple(rows.shape)}, not {shape}")
@@ -473,8 +474,8 @@ class LowLatencyHandle(Handle):
         x, weights = inputs.tokens.buffer, inputs.topk_weights.buffer
         demand(x.dim() == 2 and x.shape[0] == self.ids.shape[0], 14, f"rows {tuple(x.shape)}")
         demand(weights.shape == self.ids.shape and weights.dtype == torch.float32, 14, f"weights {weights.shape}")
-        self._check_wide(x, 16)
-        self._check_wide(outputs.tokens.buffer, 16)
+        self._check_wide(x)
+        self._check_wide(outputs.tokens.buffer)
         shape = (self.group.comm.size, self.group.config.max_dispatch_tokens_per_rank, self.num_topk)
         for name, dtype in (("topk_weights", torch.float32), ("topk_idx", torch.int32)):
             got = getattr(outputs, name).buffer
@@ -504,7 +505,7 @@ class LowLatencyHandle(Handle):
         demand(config.pass_direction == PassDir.FWD and inputs.topk_weights is None, 14, "a backward pass, or weights")
         rows, out = inputs.tokens.buffer, outputs.tokens.buffer
         demand(rows.dim() == 3, 14, f"rows {tuple(rows.shape)}")
-        self._check_wide(rows, 128)
+        self._check_wide(rows)
         demand(tuple(out.shape) == (self.ids.shape[0], rows.shape[2]), 14, f"outputs {tuple(out.shape)}")
         mine = {
             (s, t): rows[s, slot].clone() for s, tokens in enumerate(self.slots_of) for slot, t in enumerate(tokens)

@@ -56,14 +56,14 @@ class Calls:
 
 
 def low(comm: double.Communicator) -> Calls:
-    calls = Calls(comm, algorithm=double.Algorithm.LOW_LATENCY, max_token_bytes=512)
-    calls.x = torch.ones(3, 128)
+    calls = Calls(comm, algorithm=double.Algorithm.LOW_LATENCY, max_token_bytes=2048)
+    calls.x = torch.ones(3, 512)
     return calls
 
 
 def send(calls: Calls, handle: Any, keep: list[Any]) -> None:
     """A low-latency dispatch that is not completed; what has to live is put into `keep`."""
-    shapes = {"tokens": (1, 4, 128), "topk_weights": (1, 4, 2)}
+    shapes = {"tokens": (1, 4, 512), "topk_weights": (1, 4, 2)}
     outputs = double.DispatchOutputs(
         **{name: double.Tensor(torch.empty(shape)) for name, shape in shapes.items()},
         topk_idx=double.Tensor(torch.empty(1, 4, 2, dtype=torch.int32)),
@@ -99,6 +99,7 @@ HT: dict[str, tuple[int, Break]] = {
     "drop in eager mode": (2, lambda c: Calls(c.comm, overflow_policy=double.OverflowPolicy.DROP)),
     "eager expert-major without top-k": (2, lambda c: Calls(c.comm, num_topk=0).handle()),
     "rows of 60 bytes": (3, lambda c: Calls(c.comm, max_token_bytes=60)),
+    "rows of 12 elements": (3, lambda c: c.forward(c.handle(), x=torch.ones(3, 12))),
     "rows of 24 bytes": (3, lambda c: c.forward(c.handle(), x=torch.ones(3, 6))),
     "rows at an odd address": (3, lambda c: c.forward(c.handle(), x=torch.ones(49)[1:].view(3, 16))),
     "three experts": (4, lambda c: Calls(c.comm, num_experts=3)),

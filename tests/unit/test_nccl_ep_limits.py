@@ -39,6 +39,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"options": {"budget_rows": 9000, "layout": "flat"}}, "layout = 'flat' reads the number of received rows"),
     ({"capacity_factor": 2.0, "options": {"layout": "flat"}}, "leave budget_rows and capacity_factor unset"),
     ({"options": {"low_latency": 1}}, "low_latency = 1 must be true or false"),
+    ({"hidden_size": 15868, "options": {"low_latency": True}}, "rows of 32768 bytes for hidden_size = 15868"),
     ({"max_tokens": 8193}, "max_tokens = 8193 is more than the 8192 that the library serves"),
     ({"num_sms": 17}, "num_sms = 17 is outside of 1 to 16, the barriers that the library has for its blocks"),
 ]
@@ -74,6 +75,8 @@ def test_the_librarys_limits_are_refused(fields: dict[str, Any], num_ranks: int,
 def test_sizes_are_rounded_to_what_the_library_takes() -> None:
     sizes = make_sizes(make(num_experts=10, max_tokens=3, hidden_size=7), 2, 2)
     assert (sizes.num_experts, sizes.max_tokens, sizes.row, sizes.row_bytes) == (12, 16, 16, 32)
+    for hidden, element_bytes, row in ((7, 4, 8), (12, 4, 16), (9, 2, 16), (17, 2, 24), (2880, 2, 2880), (1, 4, 8)):
+        assert make_sizes(make(hidden_size=hidden), 2, element_bytes).row == row
     assert make_sizes(make(num_experts=10), 2, 2).local_experts == 6
     assert make_sizes(make(num_experts=20), 4, 2).local_experts == 5
     assert make_sizes(make(max_tokens=17), 2, 2).max_tokens == 32
@@ -96,12 +99,12 @@ def test_memory_is_counted_from_the_configuration() -> None:
 
 
 def test_low_latency_rows_have_room_for_their_number() -> None:
-    assert make_sizes(make(hidden_size=7168), 2, 2).low_latency_row == 7296
-    assert make_sizes(make(hidden_size=120), 2, 2).low_latency_row == 128
-    assert make_sizes(make(hidden_size=121), 2, 2).low_latency_row == 256
-    assert make_sizes(make(hidden_size=7), 2, 4).low_latency_row == 128
+    assert make_sizes(make(hidden_size=7168), 2, 2).low_latency_row == 7680
+    assert make_sizes(make(hidden_size=504), 2, 2).low_latency_row == 512
+    assert make_sizes(make(hidden_size=505), 2, 2).low_latency_row == 1024
+    assert make_sizes(make(hidden_size=7), 2, 4).low_latency_row == 512
     sizes = make_sizes(make(max_tokens=128), 8, 2)
-    home = 128 * (8 + 8) * (7296 * 2 + 57 * 4)
+    home = 128 * (8 + 8) * (7680 * 2 + 60 * 4)
     assert sizes.low_latency_bytes() == 2 * home + 2 * 256 + (32 << 20)
 
 
