@@ -13,6 +13,9 @@ TWO = "p0 d0 p1 d1 e0 c0 e1 c1 f0 f1"
 TWO_CROSSED = "p0 p1 d1 d0 e1 e0 c1 c0 f0 f1"
 TWO_NESTED = "p0 d0 e0 p1 d1 e1 c1 c0 f1 f0"
 FOUR = "p0 d0 p1 d1 p2 d2 p3 d3 e0 c0 e1 c1 e2 c2 e3 c3 f0 f1 f2 f3"
+TWO_LIFO = "p0 d0 p1 d1 e1 c1 e0 c0 f1 f0"
+FOUR_LIFO = "p0 d0 p1 d1 p2 d2 p3 d3 e3 c3 e2 c2 e1 c1 e0 c0 f3 f2 f1 f0"
+FOUR_WOVEN = "p0 p1 d0 p2 d1 e1 d2 c1 p3 e0 f1 d3 c0 e3 e2 c3 c2 f0 f3 f2"
 FAULTS = (
     *("bad_id", "bad_negative_id", "too_many_tokens", "wrong_hidden", "wrong_dtype", "wrong_top_k"),
     *("wrong_num_experts", "non_finite"),
@@ -110,6 +113,9 @@ _TICKETS = [
     *_family("four-tickets", driver="schedule", argument=f"{FOUR} | joint", routing="holes"),
     *_family("four-tickets-backward-2-0-3-1", driver="schedule", argument=f"{FOUR} | 2 0 3 1"),
     *_family("four-tickets-no-grad", (2,), driver="schedule", argument=f"{FOUR} | none", grads="none"),
+    *_family("two-tickets-last-in-first-out", driver="schedule", argument=f"{TWO_LIFO} | 1 0"),
+    *_family("four-tickets-last-in-first-out", driver="schedule", argument=f"{FOUR_LIFO} | 0 1 2 3"),
+    *_family("four-tickets-woven", driver="schedule", argument=f"{FOUR_WOVEN} | joint", routing="holes"),
     *_family("source-is-kept", driver="source", routing="holes"),
     *_family("stage-out-of-order", driver="protocol"),
     *_family("abandoned-tickets", driver="abandoned"),
