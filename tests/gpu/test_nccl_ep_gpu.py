@@ -12,6 +12,7 @@ from moe_ep.dispatch.nccl_ep_library import library_reasons
 from moe_ep.testing import contract
 from moe_ep.testing.ranks import RankPool
 from moe_ep.testing.table_nccl_ep import LAYOUTS, NCCL_EP
+from tests.gpu.test_host_syncs_gpu import body_layer
 
 CORE = {
     *("uniform", "skewed", "all-to-one-rank", "zero-tokens-on-some-ranks", "zero-tokens-everywhere", "no-route-slots"),
@@ -59,7 +60,7 @@ def pool() -> Iterator[RankPool]:
 
 def check(pool: RankPool, name: str, case: contract.Case, refusal: str = "") -> None:
     modules = ("tests.ranks.nccl_ep_variants",)
-    contract.check(pool, name, case, refusal=refusal, modules=modules, timeout_s=120)
+    contract.check(pool, name, case, refusal=refusal, modules=modules, timeout_s=90)
 
 
 @pytest.mark.parametrize(("name", "case", "refusal"), CELLS)
@@ -93,3 +94,11 @@ def test_a_fixed_budget_keeps_the_contract(pool: RankPool, case: contract.Case) 
 )
 def test_low_latency_keeps_the_contract_under_no_grad(pool: RankPool, case: contract.Case) -> None:
     check(pool, "nccl_ep-low-latency", case)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize(("name", "syncs"), [("nccl_ep", 3), ("nccl_ep, capacity", 0)])
+def test_core_host_syncs_of_a_layer(pool: RankPool, name: str, syncs: int) -> None:
+    for count, text, declared in pool.run(body_layer, name, False):
+        assert declared == syncs
+        assert count == declared, f"{declared} declared, {count} counted\n{text}"

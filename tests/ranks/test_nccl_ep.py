@@ -18,6 +18,7 @@ from moe_ep.routing import Routing
 from moe_ep.testing import contract
 from moe_ep.testing.ranks import RankError, RankPool
 from moe_ep.testing.table_nccl_ep import LAYOUTS, NCCL_EP
+from tests.gpu.small_training import Setup, interleaved_equals_serial, train
 from tests.ranks import nccl_ep_double as double
 from tests.ranks import nccl_ep_variants
 
@@ -276,3 +277,19 @@ def out_of_order(group: dist.ProcessGroup, rank: int) -> None:
 def test_ranks_at_different_calls_are_found(pool: RankPool) -> None:
     with pytest.raises(RankError, match="contract 1: the ranks are at different calls"):
         pool.run(out_of_order, num_ranks=2)
+
+
+FEW = Setup(dispatcher="agrs", steps=3, tokens=24, device="cpu")
+
+
+def trained(group: dist.ProcessGroup, rank: int, setup: Setup) -> tuple[list[float], list[str]]:
+    return train(group, rank, setup), interleaved_equals_serial(group, rank, setup)
+
+
+@pytest.mark.parametrize("name", NAMES.values())
+def test_training_and_interleaving(pool: RankPool, name: str) -> None:
+    """Whole layers, two interleaved micro-batches, some steps: the loss of agrs, which rounds partial sums alike."""
+    wanted: list[float] = pool.run(train, FEW, num_ranks=2)[0]
+    for curve, problems in pool.run(trained, replace(FEW, dispatcher=name), num_ranks=2):
+        assert curve == pytest.approx(wanted, rel=1e-3)
+        assert problems == []
