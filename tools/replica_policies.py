@@ -23,7 +23,7 @@ from torch import Tensor
 
 from moe_ep.recompute import even_experts
 from moe_ep.replica import Plan, plan, reroute
-from moe_ep.replica.plan import Planner, check_slots
+from moe_ep.replica.checks import Planner, check_slots
 from moe_ep.routing import Routing
 
 

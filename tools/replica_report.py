@@ -36,7 +36,7 @@ from torch import Tensor
 from moe_ep.config import nearest, require
 from moe_ep.errors import MoEError
 from moe_ep.load import expert_load, imbalance
-from moe_ep.replica.plan import check_slots
+from moe_ep.replica.checks import check_slots
 from moe_ep.replica.planners import lower_bound
 from recipes.routing_trace import Step, TraceHeader, read_steps
 from tools.replica_policies import POLICIES, Policy, Setting, build_policy, destinations

@@ -1,6 +1,7 @@
 """Copies of hot experts, planned from the load of the very micro-batch that they are made for."""
 
-from .plan import Plan, plan, verify
+from .checks import verify
+from .plan import Plan, plan, plan_together
 from .reroute import reroute
 
-__all__ = ["Plan", "plan", "reroute", "verify"]
+__all__ = ["Plan", "plan", "plan_together", "reroute", "verify"]

@@ -47,9 +47,11 @@ class _State:
     slack: Tensor  # [C, R] rows that a rank can take
     avail: Tensor  # [C, R] own experts' rows still at home
     free: Tensor  # [C, R] unused slots
+    left: Tensor  # [C, R] unused slots and replicas placed before that have no rows yet
+    placed: Tensor  # bool [E, R]
     rest: Tensor  # [C, E] rows of each expert still at home
     open: Tensor  # bool [C, E], no rank refused the expert yet
-    hosts: Tensor  # bool [C, E, R]
+    hosts: Tensor  # bool [C, E, R], ranks with rows of the expert, and its home
     moved: Tensor  # [C, E, R]
 
 
@@ -63,20 +65,21 @@ class _Rules(NamedTuple):
     rank_place: Tensor
 
 
-def run(load_E: Tensor, num_ranks: int, slots: int, min_quota: int, thresholds: list[int]) -> Runs:
+def run(load_E: Tensor, free_R: Tensor, placed: Tensor, min_quota: int, thresholds: list[int]) -> Runs:
     """Try every rule with every threshold.
 
     Args:
         load_E: int64 [E], rows of each expert over all sources; rank r is home to experts r*E/R to (r+1)*E/R.
-        num_ranks: R.
-        slots: S, replicas that a rank can hold.
+        free_R: int64 [R], unused slots of each rank.
+        placed: bool [E, R], replicas that are in other slots already, and take no further one.
         min_quota: fewest rows of a replica, at least 1.
         thresholds: values of tau.
 
     Returns:
         C = 16 * len(thresholds) runs, the rules of the first threshold first.
     """
-    num_runs, num_local = NUM_RULES * len(thresholds), len(load_E) // num_ranks
+    num_ranks, num_runs = len(free_R), NUM_RULES * len(thresholds)
+    num_local = len(load_E) // num_ranks
     home_E = torch.arange(len(load_E)) // num_local
     load_R = load_E.view(num_ranks, num_local).sum(1)
     tau_C = torch.tensor(thresholds).repeat_interleave(NUM_RULES)[:, None]
@@ -84,7 +87,9 @@ def run(load_E: Tensor, num_ranks: int, slots: int, min_quota: int, thresholds: 
         need=(load_R - tau_C).clamp_min(0),
         slack=(tau_C - load_R).clamp_min(0),
         avail=load_R.repeat(num_runs, 1),
-        free=torch.full((num_runs, num_ranks), slots),
+        free=free_R.repeat(num_runs, 1),
+        left=(free_R + placed.sum(0)).repeat(num_runs, 1),
+        placed=placed,
         rest=load_E.repeat(num_runs, 1),
         open=torch.ones((num_runs, len(load_E)), dtype=torch.bool),
         hosts=(home_E[:, None] == torch.arange(num_ranks)).repeat(num_runs, 1, 1),
@@ -117,24 +122,26 @@ def _step(state: _State, rules: _Rules, home_E: Tensor, min_quota: int) -> bool:
     if not bool(alive.any()):
         return False
     runs, home = torch.arange(len(expert)), home_E[expert]
-    usable = (state.free > 0) & ~state.hosts[runs, expert]
+    usable = ((state.free > 0) | state.placed[expert]) & ~state.hosts[runs, expert]
     target, found = _choose_target(state, rules, usable, want, min_quota)
     room, need = state.slack[runs, target], state.need[runs, home]
-    wasteful = ~found | ((room > want) & (state.free[runs, target] == 1))
+    wasteful = ~found | ((room > want) & (state.left[runs, target] == 1))
     wasteful &= ~rules.careful | (want >= need)
     relay, relayed = _choose_relay(state, rules, usable, home, want)
     relayed &= wasteful & alive
-    placed = found & ~relayed & alive
+    direct = found & ~relayed & alive
+    moved = direct | relayed
     dest = torch.where(relayed, relay, target)
-    rows = torch.where(relayed, want, torch.minimum(want, room)) * (placed | relayed)
-    state.open[runs, expert] &= placed | relayed | ~alive
+    rows = torch.where(relayed, want, torch.minimum(want, room)) * moved
+    state.open[runs, expert] &= moved | ~alive
     state.need[runs, home] = (need - rows).clamp_min(0)
     state.avail[runs, home] -= rows
     state.rest[runs, expert] -= rows
     state.need[runs, dest] += rows * relayed
-    state.slack[runs, dest] -= rows * placed
-    state.free[runs, dest] -= (placed | relayed).long()
-    state.hosts[runs, expert, dest] |= placed | relayed
+    state.slack[runs, dest] -= rows * direct
+    state.left[runs, dest] -= moved.long()
+    state.free[runs, dest] -= (moved & ~state.placed[expert, dest]).long()
+    state.hosts[runs, expert, dest] |= moved
     state.moved[runs, expert, dest] += rows
     return True
 

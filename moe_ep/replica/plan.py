@@ -11,16 +11,15 @@ exact optimum is NP-hard). `fixed_rows` gives every rank its equal share (after 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from ..errors import PlanError
-from .planners import LARGEST_TOTAL, fixed_rows, lower_bound, quota_rows
-
-Planner = Literal["quota", "fixed_rows"]
+from .checks import Planner, check_load
+from .planners import fixed_rows, lower_bound, quota_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,117 +121,91 @@ def plan(
         PlanError: sizes that do not fit each other, negative loads, more than 2^31 - 1 rows, or a planner that cannot
             work with so few slots.
     """
-    _check(load, slots, min_quota, planner, domain_size)
+    check_load(load, slots, min_quota, planner, domain_size)
     num_ranks, num_experts = load.shape
     size, per_rank = domain_size or num_ranks, num_experts // num_ranks
     total_E = load.sum(0, dtype=torch.int64).cpu()
-    domains = [(slice(r * per_rank, (r + size) * per_rank), slice(r, r + size)) for r in range(0, num_ranks, size)]
+    domains = _domains(num_ranks, per_rank, size)
     quota = torch.zeros((num_experts, num_ranks), dtype=torch.int64)
+    free_R, placed = torch.full((size,), slots), torch.zeros((size * per_rank, size), dtype=torch.bool)
     for experts, ranks in domains:
         rows_E = total_E[experts]
-        quota[experts, ranks] = (
-            quota_rows(rows_E, size, slots, min_quota) if planner == "quota" else fixed_rows(rows_E, size)
-        )
-    max_load = quota.sum(0).amax()
-    bound = max(lower_bound(total_E[experts], size, slots, int(max_load)) for experts, _ in domains)
+        by_quota = planner == "quota"
+        quota[experts, ranks] = quota_rows(rows_E, free_R, placed, min_quota) if by_quota else fixed_rows(rows_E, size)
+    return _plan_of(load, quota, total_E, domains, _fill_slots(quota > 0, slots))
+
+
+def plan_together(
+    loads: Sequence[Tensor], slots: int, min_quota: int = 1, *, domain_size: int | None = None
+) -> list[Plan]:
+    """Plan M micro-batches on one placement, so that one weight_sync serves them all.
+
+    Their sum is planned first, then each micro-batch adds replicas to what is placed, as far as slots are left; in the
+    end each gets quotas of its own on all of it. A replica may have no row in one of them.
+
+    Args:
+        loads: of each micro-batch, as for `plan`.
+        slots: as for `plan`.
+        min_quota: fewest rows of a replica where it is placed.
+        domain_size: as for `plan`.
+
+    Raises:
+        PlanError: as `plan`; no loads, or loads of different shapes.
+    """
+    if not loads or any(load.shape != loads[0].shape or load.dtype != loads[0].dtype for load in loads):
+        raise PlanError(f"loads must be of one shape and dtype, got {[tuple(load.shape) for load in loads]}")
+    for load in loads:
+        check_load(load, slots, min_quota, "quota", domain_size)
+    num_ranks, num_experts = loads[0].shape
+    size = domain_size or num_ranks
+    domains = _domains(num_ranks, num_experts // num_ranks, size)
+    totals = torch.stack([load.sum(0, dtype=torch.int64).cpu() for load in loads])
+    quotas = torch.zeros((len(loads), num_experts, num_ranks), dtype=torch.int64)
+    placed = torch.zeros((num_experts, num_ranks), dtype=torch.bool)
+    for experts, ranks in domains:
+        here = _place_together(totals[:, experts], size, slots, min_quota)
+        placed[experts, ranks] = here
+        for quota, total_E in zip(quotas, totals, strict=True):
+            quota[experts, ranks] = quota_rows(total_E[experts], torch.zeros(size, dtype=torch.int64), here, 1)
+    instances = _fill_slots(placed, slots)
+    return [_plan_of(load, q, t, domains, instances) for load, q, t in zip(loads, quotas, totals, strict=True)]
+
+
+def _place_together(totals: Tensor, num_ranks: int, slots: int, min_quota: int) -> Tensor:
+    """Replicas bool [E, R] for the sum of the micro-batches' rows int64 [M, E], and then for each."""
+    own = torch.arange(num_ranks).repeat_interleave(totals.shape[1] // num_ranks)[:, None] == torch.arange(num_ranks)
+    placed = torch.zeros_like(own)
+    for total_E in (totals.sum(0), *totals):
+        quota = quota_rows(total_E, slots - placed.sum(0), placed, min_quota)
+        placed |= (quota > 0) & ~own
+    return placed
+
+
+def _domains(num_ranks: int, num_local: int, size: int) -> list[tuple[slice, slice]]:
+    """Experts and ranks of each domain."""
+    return [(slice(r * num_local, (r + size) * num_local), slice(r, r + size)) for r in range(0, num_ranks, size)]
+
+
+def _plan_of(
+    load: Tensor, quota: Tensor, total_E: Tensor, domains: list[tuple[slice, slice]], instances: Tensor
+) -> Plan:
+    max_load, slots = quota.sum(0).amax(), instances.shape[1]
+    bound = max(lower_bound(total_E[e], r.stop - r.start, slots, int(max_load)) for e, r in domains)
     return Plan(
         load=load.to(torch.int32),
         quota=quota.to(load.device, torch.int32),
-        instances=_fill_slots(quota, slots).to(load.device),
+        instances=instances.to(load.device),
         max_load=max_load.to(load.device),
         exact=(max_load == bound).to(load.device),
     )
 
 
-def verify(plan: Plan) -> None:
-    """Check what every plan promises, whoever made it; reads values on the host.
-
-    Raises:
-        PlanError: the first promise that is broken, with expert or rank.
-    """
-    quota, load = plan.quota.cpu().long(), plan.load.cpu().long()
-    experts = torch.arange(plan.num_experts)
-    home = experts // plan.num_local
-    replica = torch.zeros_like(quota, dtype=torch.bool)
-    for rank, filled in enumerate(plan.instances.tolist()):
-        used = [expert for expert in filled if expert >= 0]
-        _require(filled == sorted(set(used)) + [-1] * (plan.slots - len(used)), f"rank {rank} has slots {filled}")
-        _require(all(expert < plan.num_experts for expert in used), f"rank {rank} has slots {filled}")
-        _require(all(home[expert] != rank for expert in used), f"rank {rank} has a replica of its own among {filled}")
-        replica[used, rank] = True
-    hosts = replica.clone()
-    hosts[experts, home] = True
-    _require(bool((quota >= 0).all()), "a quota is negative")
-    _require(not bool(quota[~hosts].any()), "a rank has a quota of an expert that it does not hold")
-    _require(bool((quota[replica] > 0).all()), "a replica computes no row")
-    _require(torch.equal(quota.sum(1), load.sum(0)), "the quotas of an expert do not add up to its load")
-    home_load = load.sum(0).view(plan.num_ranks, plan.num_local).sum(1)
-    top = int(quota.sum(0).amax())
-    _require(top == int(plan.max_load), f"max_load is {int(plan.max_load)}, the most loaded rank computes {top} rows")
-    _require(
-        top <= int(home_load.amax()), f"{top} rows on a rank, more than the {int(home_load.amax())} without replicas"
-    )
-
-
-def _require(holds: bool, broken: str) -> None:
-    if not holds:
-        raise PlanError(f"not a replica plan: {broken}; make plans with moe_ep.replica.plan")
-
-
-def _fill_slots(quota: Tensor, slots: int) -> Tensor:
-    """Each rank's replicas in ascending order, int32 [R, S], -1 behind them."""
-    num_experts, num_ranks = quota.shape
+def _fill_slots(placed: Tensor, slots: int) -> Tensor:
+    """Each rank's replicas, of bool [E, R], in ascending order, int32 [R, S], -1 behind them."""
+    num_experts, num_ranks = placed.shape
     own = torch.arange(num_experts)[:, None] // (num_experts // num_ranks) == torch.arange(num_ranks)
-    ids = torch.where((quota > 0) & ~own, torch.arange(num_experts)[:, None], num_experts).T.sort(1).values
+    ids = torch.where(placed & ~own, torch.arange(num_experts)[:, None], num_experts).T.sort(1).values
     filled = torch.full((num_ranks, slots), -1, dtype=torch.int32)
     shown = min(slots, num_experts)
     filled[:, :shown] = torch.where(ids < num_experts, ids, -1)[:, :shown]
     return filled
-
-
-def _check(load: Tensor, slots: int, min_quota: int, planner: str, domain_size: int | None) -> None:
-    if load.dtype not in (torch.int32, torch.int64) or load.dim() != 2 or 0 in load.shape:
-        raise PlanError(
-            f"load must be int32 or int64 [R, E], got {load.dtype} {tuple(load.shape)}; count routes of ids"
-        )
-    num_ranks, num_experts = load.shape
-    if num_experts % num_ranks:
-        raise PlanError(f"{num_experts} experts cannot be divided among {num_ranks} ranks; choose a divisor for R")
-    if domain_size is not None and (domain_size < 1 or num_ranks % domain_size):
-        raise PlanError(f"domain_size = {domain_size} must divide the {num_ranks} ranks; leave it out for one domain")
-    check_slots(planner, slots, min_quota, num_experts // num_ranks)
-    if bool((load < 0).any()):
-        raise PlanError(f"a load is {int(load.min())}; counts of routes are not negative")
-    # an int64 sum may wrap: R*E terms below 2^31 cannot
-    total = int(load.sum(dtype=torch.int64)) if int(load.max()) <= LARGEST_TOTAL else int(load.max())
-    if total > LARGEST_TOTAL:
-        raise PlanError(f"the loads add up to {total} rows or more, beyond 2^31 - 1; take smaller micro-batches")
-
-
-def check_slots(planner: str, slots: int, min_quota: int, num_local: int, expert_bytes: int | None = None) -> None:
-    """Refuse a planner that cannot work with S slots, before there is any load.
-
-    Args:
-        planner: as for `plan`.
-        slots: as for `plan`.
-        min_quota: as for `plan`.
-        num_local: L.
-        expert_bytes: weights and float32 gradients of one expert, for the message.
-
-    Raises:
-        PlanError: value, limit and what the smallest possible number of slots would take.
-    """
-    if planner not in get_args(Planner):
-        raise PlanError(f"planner = {planner!r} is unknown; use one of {', '.join(get_args(Planner))}")
-    if slots < 0 or min_quota < 1:
-        raise PlanError(f"slots = {slots} must be at least 0 and min_quota = {min_quota} at least 1")
-    if planner != "fixed_rows":
-        return
-    if min_quota != 1:
-        raise PlanError(f"min_quota = {min_quota} does not go with fixed_rows, whose rows are given; use 1, or quota")
-    if slots < num_local:
-        size = "" if expert_bytes is None else f", {num_local * expert_bytes / 2**20:.1f} MiB on each rank"
-        raise PlanError(
-            f"fixed_rows needs a slot for each of the L = {num_local} experts of a rank, and slots = {slots}; raise it "
-            f"(weights and float32 gradients of {num_local} more experts{size}), or use the planner quota"
-        )

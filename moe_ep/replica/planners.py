@@ -34,16 +34,25 @@ def lower_bound(load_E: Tensor, num_ranks: int, slots: int, reached: int) -> int
     return bound
 
 
-def quota_rows(load_E: Tensor, num_ranks: int, slots: int, min_quota: int) -> Tensor:
-    """Quotas int64 [E, R] of one domain: narrow the threshold, keep the best run of all."""
+def quota_rows(load_E: Tensor, free_R: Tensor, placed: Tensor, min_quota: int) -> Tensor:
+    """Quotas int64 [E, R] of one domain: narrow the threshold, keep the best run of all.
+
+    Args:
+        load_E: int64 [E].
+        free_R: int64 [R], unused slots.
+        placed: bool [E, R], replicas that are in other slots already; they may get rows or none.
+        min_quota: fewest rows of a replica.
+    """
+    num_ranks = len(free_R)
     quota = torch.zeros((len(load_E), num_ranks), dtype=torch.int64)
     experts = torch.arange(len(load_E))
     home = experts // (len(load_E) // num_ranks)
     quota[experts, home] = load_E
     mean, best = -(-int(load_E.sum()) // num_ranks), int(quota.sum(0).amax())
     thresholds, step = [mean], best - mean
-    while thresholds and best > lower_bound(load_E, num_ranks, slots, best):
-        runs = run(load_E, num_ranks, slots, min_quota, thresholds)
+    most = int((free_R + placed.sum(0)).amax())
+    while thresholds and best > lower_bound(load_E, num_ranks, most, best):
+        runs = run(load_E, free_R, placed, min_quota, thresholds)
         first = _best_run(runs)
         if int(runs.peak[first]) < best:
             best, moved = int(runs.peak[first]), runs.moved[first]

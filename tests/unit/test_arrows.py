@@ -27,6 +27,7 @@ PURE = {
     for name in (
         "replica.plan",
         "replica.planners",
+        "replica.checks",
         "replica.greedy",
         "replica.reroute",
         "routing",

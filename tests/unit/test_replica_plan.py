@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moe_ep.errors import PlanError
-from moe_ep.replica import Plan, plan, verify
-from moe_ep.replica.plan import check_slots
+from moe_ep.replica import Plan, plan, plan_together, verify
+from moe_ep.replica.checks import check_slots
 from moe_ep.replica.planners import lower_bound
 from tests.unit.replica_reference import best_for, optimum, scanned_greedy
 
@@ -263,6 +263,46 @@ def test_replicas_stay_in_their_domain() -> None:
         assert int(made.max_load) == max(int(half.max_load) for half in halves)
     alone = plan(load, 2, domain_size=1)
     assert int(alone.num_replicas()) == 0
+
+
+def test_micro_batches_planned_together_share_one_placement() -> None:
+    rng, alone, together, home, idle = random.Random(8), 0.0, 0.0, 0.0, 0
+    for _ in range(30):
+        base = [int(50 * rng.lognormvariate(0, 1)) for _ in range(16)]
+        loads = [from_totals([int(rows * rng.lognormvariate(0, 0.2)) for rows in base], 4) for _ in range(3)]
+        made = plan_together(loads, 2)
+        for load, one in zip(loads, made, strict=True):
+            verify(one, idle_replicas=True)
+            assert torch.equal(one.instances, made[0].instances)
+            assert torch.equal(one.load, load.int())
+            mean = int(load.sum()) / 4
+            home += int(home_load(load).amax()) / mean
+            together += int(one.max_load) / mean
+            alone += int(plan(load, 2).max_load) / mean
+            idle += sum(int(one.quota[place]) == 0 for place in replicas(one))
+    assert alone <= together < alone + 0.1 * (home - alone)
+    assert idle > 0  # a replica of one micro-batch may have no row in another
+
+
+def test_one_micro_batch_planned_together_is_planned_alone() -> None:
+    for seed in range(40):
+        totals, num_ranks, slots = random_case(random.Random(seed))
+        load = from_totals(totals, num_ranks)
+        (one,) = plan_together([load], slots)
+        assert int(one.max_load) == int(plan(load, slots).max_load)
+        assert torch.equal(one.instances, plan(load, slots).instances)
+
+
+def test_micro_batches_in_domains_and_senseless_ones() -> None:
+    loads = [from_totals([90, 0, 0, 0, 5, 5, 60, 5], 4), from_totals([40, 40, 0, 0, 5, 5, 90, 5], 4)]
+    for one in plan_together(loads, 1, domain_size=2):
+        verify(one, idle_replicas=True)
+        assert not one.quota[~(torch.arange(8)[:, None] // 4 == torch.arange(4) // 2)].any()
+    for senseless in ([], [loads[0], loads[1][:2]], [loads[0], loads[1].int()]):
+        with pytest.raises(PlanError, match="loads must be of one shape and dtype"):
+            plan_together(senseless, 1)
+    with pytest.raises(PlanError, match="a load is -1"):
+        plan_together([loads[0], loads[0] - 1], 1)
 
 
 @pytest.mark.parametrize(
