@@ -49,6 +49,7 @@ class NcclEp(Dispatcher):
 
     name: ClassVar[str] = "nccl_ep"
     capabilities: ClassVar[Capabilities] = CAPABILITIES
+    early_apart: ClassVar[bool] = True
 
     def __init__(self, config: DispatchConfig, group: dist.ProcessGroup | None) -> None:
         assert group is not None, "rank_counts leaves no configuration without a group"
@@ -134,40 +135,59 @@ class NcclEp(Dispatcher):
 
     # for the modes
 
-    def exchange(
-        self, ticket: Ticket, what: str, ids_TK: Tensor, status: Tensor, bind: Callable[[], tuple[Tensor, ...]]
-    ) -> InFlight:
-        """Statuses of all ranks and what `bind` gives, to the host; with a fixed budget `bind` alone, and nothing."""
-        counted, device = self.sizes.budget is None, ids_TK.device
-        if not counted:
-            self.faults(device).note(status, ticket.layer, ticket.micro_batch)
-        words = self.words(ticket, status.to(torch.int64))
+    def tell(self, ticket: Ticket, status: Tensor) -> InFlight | None:
+        """Statuses of all ranks to the host, beside the library's calls; with a fixed budget a note on the device."""
+        if self.sizes.budget is not None:
+            self.faults(status.device).note(status, ticket.layer, ticket.micro_batch)
+            return None
+        words, comm = self.words(ticket, status.to(torch.int64)), self.early(status.device)
 
         def launch() -> tuple[tuple[Tensor, ...], list[Any]]:
             gathered = words.new_empty((self.num_ranks, NUM_WORDS))
-            works = all_gather(gathered.view(-1), words, self.group) if counted else []
-            both = (gathered, *bind())
-            if not counted or device.type == "cpu":
-                return both if counted else (), works
-            assert ticket.lane is not None, "no lane"
-            values = torch.cat([part.reshape(-1).long() for part in both])
-            host = ticket.lane.host[: values.numel()]
-            host.copy_(values, non_blocking=True)
-            return (host,), works
+            works = all_gather(gathered.view(-1), words, comm.group)
+            return (self.to_host(ticket, gathered, 0),), works
 
-        early = self.comm(device).launch(what, launch, keep=(ids_TK, words))
-        if ticket.lane is not None:
-            ticket.lane.event = early.event
+        told = comm.launch(f"exchange of statuses of {ticket.where}", launch, keep=(words,))
+        self._note_writer(ticket, told)
+        return told
+
+    def bind(self, ticket: Ticket, what: str, ids_TK: Tensor, update: Callable[[], Tensor]) -> InFlight:
+        """Beside the compute, `update` a handle with ids; its counts to the host where they are read there."""
+
+        def launch() -> tuple[tuple[Tensor, ...], list[Any]]:
+            counts = update()
+            return (self.to_host(ticket, counts, NUM_WORDS * self.num_ranks),) if self.num_lane_ints else (), []
+
+        early = self.comm(ids_TK.device).launch(what, launch, keep=(ids_TK,))
+        self._note_writer(ticket, early)
         return early
 
-    def read(self, ticket: Ticket, early: InFlight) -> tuple[int, ...] | None:
-        """What `bind` gave, on the host, where no rank reported a fault; None with a fixed budget."""
+    def to_host(self, ticket: Ticket, values: Tensor, place: int) -> Tensor:
+        """Integers into the ticket's lane; on CPUs, where they may not be there yet, themselves."""
+        if values.device.type == "cpu":
+            return values
+        assert ticket.lane is not None, "no lane"
+        host = ticket.lane.host[place : place + values.numel()]
+        host.copy_(values.reshape(-1).long(), non_blocking=True)
+        return host
+
+    def _note_writer(self, ticket: Ticket, writer: InFlight) -> None:
+        if ticket.lane is not None and writer.event is not None:
+            ticket.lane.event = Events(ticket.lane.event, writer.event)
+
+    def read_statuses(self, ticket: Ticket, told: InFlight | None) -> None:
+        """Raise if any rank reported a fault; with a fixed budget nothing is read."""
+        if told is not None:
+            (values,) = told.wait_on_host()
+            words = values.view(self.num_ranks, NUM_WORDS).tolist()
+            raise_faults(words, self.rank, ticket.where, self.config.num_experts, place=ticket.place)
+
+    def read_counts(self, early: InFlight) -> tuple[int, ...] | None:
+        """What the update of a handle counted; None with a fixed budget."""
         if self.sizes.budget is not None:
             return None
-        values = [int(v) for part in early.wait_on_host() for v in part.reshape(-1).tolist()]
-        words = [values[NUM_WORDS * r : NUM_WORDS * (r + 1)] for r in range(self.num_ranks)]
-        raise_faults(words, self.rank, ticket.where, self.config.num_experts)
-        return tuple(values[NUM_WORDS * self.num_ranks :])
+        (values,) = early.wait_on_host()
+        return tuple(values.tolist())
 
     def _mode(self) -> HighThroughput | LowLatency:
         evaluates = self.low_latency is not None and not torch.is_grad_enabled()
@@ -178,12 +198,13 @@ class NcclEp(Dispatcher):
             ticket.lend(*self.lanes.borrow(ticket, device))
         ids = torch.full((1, self.config.top_k), NO_ROUTE, device=device)
         self._mode().announce(ticket, ids, torch.tensor([int(code), value], device=device))
-        ticket.state.early.wait_on_host()
+        if ticket.state.told is not None:
+            ticket.state.told.wait_on_host()
 
     # the six stages
 
     def _dispatch_preprocess(self, ticket: Ticket, x_TH: Tensor, routing: Routing) -> None:
-        self._mode().dispatch_preprocess(ticket, x_TH, routing, self.status(routing))
+        self._mode().dispatch_preprocess(ticket, x_TH, routing)
 
     def _dispatch(self, ticket: Ticket) -> None:
         ticket.state.mode.dispatch(ticket)
@@ -199,3 +220,14 @@ class NcclEp(Dispatcher):
 
     def _combine_postprocess(self, ticket: Ticket) -> Tensor:
         return ticket.state.mode.combine_postprocess(ticket)
+
+
+class Events:
+    """Several writers of a lane, of which the last to end counts."""
+
+    def __init__(self, *events: Any) -> None:
+        self._events = [event for event in events if event is not None and not event.query()]
+
+    def query(self) -> bool:
+        """Whether all have ended."""
+        return all(event.query() for event in self._events)

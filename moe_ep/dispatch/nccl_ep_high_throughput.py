@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -24,14 +25,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HighThroughputState:
-    """The handle; the routing on its way and the counts it gives; then the transfer, and where flat the sorted routes.
+    """The handle; routing and statuses on their way; then the transfer, and where flat the sorted routes.
 
-    `counts` is int32 [L + 1], valid behind `early`; `received` the same on the host, None with a fixed budget.
+    `counts` is int32 [L + 1], valid behind `early`; `received` the same on the host, None with a fixed budget, as is
+    `told`.
     """
 
     mode: HighThroughput
     lease: Lease
     early: InFlight
+    told: InFlight | None
     counts: Tensor
     received: tuple[int, ...] | None = None
     flight: Flight | None = None
@@ -50,24 +53,28 @@ class HighThroughput:
     def __init__(self, owner: NcclEp, engine: Engine) -> None:
         self.owner, self.engine, self.sizes = owner, engine, owner.sizes
 
-    def dispatch_preprocess(self, ticket: Ticket, x_TH: Tensor, routing: Routing, status: Tensor) -> None:
-        """Bind the routing beside the compute; rows and weights as the library takes them."""
+    def dispatch_preprocess(self, ticket: Ticket, x_TH: Tensor, routing: Routing) -> None:
+        """Bind the routing beside the compute, first of all; rows and weights as the library takes them."""
         ids_TK, weights_TK = library_routes(routing, self.sizes.num_local, self.sizes.local_experts)
-        self.announce(ticket, ids_TK, status)
+        self._bind(ticket, ids_TK, lambda: self.owner.status(routing))
         ticket.payload = (self._widen(x_TH), weights_TK)
 
     def announce(self, ticket: Ticket, ids_TK: Tensor, status: Tensor) -> None:
-        """Bind a routing to a handle, and tell the other ranks of this rank's status."""
+        """The calls of `dispatch_preprocess` without tokens, for a rank that fails before it."""
+        self._bind(ticket, ids_TK, lambda: status)
+
+    def _bind(self, ticket: Ticket, ids_TK: Tensor, status: Callable[[], Tensor]) -> None:
         lease = self.engine.lease()
         what = f"exchange of routes of {ticket.where}"
         found: list[Tensor] = []
 
-        def bind() -> tuple[Tensor, ...]:
+        def update() -> Tensor:
             found.append(self.engine.update(lease, ids_TK, what))
-            return (found[0],)
+            return found[0]
 
-        early = self.owner.exchange(ticket, what, ids_TK, status, bind)
-        ticket.state = HighThroughputState(mode=self, lease=lease, early=early, counts=found[0])
+        early = self.owner.bind(ticket, what, ids_TK, update)
+        told = self.owner.tell(ticket, status())
+        ticket.state = HighThroughputState(mode=self, lease=lease, early=early, told=told, counts=found[0])
 
     def _widen(self, rows: Tensor) -> Tensor:
         """Rows of the width and number that the library takes."""
@@ -76,7 +83,8 @@ class HighThroughput:
     def dispatch(self, ticket: Ticket) -> None:
         """Read what came in where it is counted; launch."""
         state: HighThroughputState = ticket.state
-        received = self.owner.read(ticket, state.early)
+        self.owner.read_statuses(ticket, state.told)
+        received = self.owner.read_counts(state.early)
         num_rows = self.sizes.budget if received is None else received[-1]
         assert num_rows is not None, "neither counted nor fixed"
         what = f"dispatch of {ticket.where}"

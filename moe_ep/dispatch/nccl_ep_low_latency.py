@@ -39,7 +39,7 @@ class LowLatencyState:
     mode: LowLatency
     lease: Lease
     ids: Tensor
-    early: InFlight
+    told: InFlight | None
     sent: InFlight | None = None
     operation: Operation | None = None
     results: tuple[Tensor, ...] = ()
@@ -85,21 +85,21 @@ class LowLatency(LibraryGroup):
 
     # the six stages
 
-    def dispatch_preprocess(self, ticket: Ticket, x_TH: Tensor, routing: Routing, status: Tensor) -> None:
+    def dispatch_preprocess(self, ticket: Ticket, x_TH: Tensor, routing: Routing) -> None:
         """Number the rows; statuses travel."""
         ids_TK, weights_TK = library_routes(routing, self.sizes.num_local, self.sizes.num_local)
-        self.announce(ticket, ids_TK, status)
+        self.announce(ticket, ids_TK, self.owner.status(routing))
         rows = pad(x_TH, max(x_TH.shape[0], 1), x_TH.shape[1])
         ticket.payload = (number_rows(rows, self.sizes.low_latency_row), weights_TK.contiguous())
 
     def announce(self, ticket: Ticket, ids_TK: Tensor, status: Tensor) -> None:
         """Tell the other ranks of this rank's status."""
-        early = self.owner.exchange(ticket, f"exchange of statuses of {ticket.where}", ids_TK, status, tuple)
-        ticket.state = LowLatencyState(mode=self, lease=self.lease(), ids=ids_TK, early=early)
+        told = self.owner.tell(ticket, status)
+        ticket.state = LowLatencyState(mode=self, lease=self.lease(), ids=ids_TK, told=told)
 
     def dispatch(self, ticket: Ticket) -> None:
         """Bind the routing and send rows and weights."""
-        self.owner.read(ticket, ticket.state.early)
+        self.owner.read_statuses(ticket, ticket.state.told)
         state: LowLatencyState = ticket.state
         what = f"dispatch of {ticket.where}"
         x_TH, weights_TK = ticket.payload

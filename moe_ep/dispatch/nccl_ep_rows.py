@@ -20,7 +20,9 @@ def library_routes(routing: Routing, num_local: int, local_experts: int) -> tupl
     """
     ids_TK = routing.expert_ids
     valid = (ids_TK >= 0) & (ids_TK < routing.num_experts)
-    ids_TK = torch.where(valid, ids_TK + ids_TK // num_local * (local_experts - num_local), NO_ROUTE)
+    if local_experts > num_local:
+        ids_TK = ids_TK + ids_TK // num_local * (local_experts - num_local)
+    ids_TK = torch.where(valid, ids_TK, NO_ROUTE)
     weights_TK = torch.where(valid, routing.weights, 0)
     num_tokens, top_k = max(ids_TK.shape[0], 1), ids_TK.shape[1]
     return pad(ids_TK, num_tokens, top_k, NO_ROUTE).contiguous(), pad(weights_TK, num_tokens, top_k)
