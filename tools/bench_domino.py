@@ -235,6 +235,7 @@ class StackCase(Case):
         found.append(same_rows(list(pairs), self.setting))
         gradients = sample_gradients(self.stack)
         first = self.stack.gradients.setdefault((self.name, self.pass_, self.plan.num), gradients)
-        found += [same_gradients(gradients, first, self.setting)] if first else []
+        num_layers = len(self.stack.layers)
+        found += [same_gradients(gradients, first, self.setting, num_layers=num_layers)] if first else []
         self.left = timed
         return merge_checks(found)
