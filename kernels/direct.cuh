@@ -11,6 +11,8 @@ namespace moe_ep {
 
 constexpr int kMaxRanks = 72;     // GPUs of the largest NVLink domain
 constexpr int kMaxChunkRows = 32;  // a lane for each row of a chunk
+constexpr int64_t kGroupBytes = 32 * 1024;
+constexpr unsigned kPause = 100;   // ns between two looks at a flag: thousands of warps look, and rows need the way too
 constexpr int kWords = 4;          // behind a rank's counts: code and value of a fault, no_grad, place
 
 // Byte offsets in the peer memory of a rank, the same on all ranks. `back` is what returns from the experts' ranks.
@@ -84,7 +86,8 @@ struct Push {
     int* row_index;        // [row_capacity]   first pass
     int* positions;        // [unique_capacity, K]
     float* row_weights;    // [row_capacity]   first pass
-    int64_t row_capacity, unique_capacity;
+    int64_t row_capacity, unique_capacity;  // of this rank
+    int64_t row_bound;  // at every destination: rows beyond it have no place
     int num_tokens, tokens_per_block, send_blocks, first, expand;
 };
 
@@ -138,9 +141,10 @@ __device__ inline uint64_t wait_chunk(const Domain& d, const uint64_t* flag, uin
     if (static_cast<uint32_t>(value >> 32) == epoch) return value;
     const int64_t end = nanoseconds() + d.timeout_ns;
     for (int turn = 1;; ++turn) {
+        __nanosleep(kPause);
         value = load_acquire(flag);
         if (static_cast<uint32_t>(value >> 32) == epoch) return value;
-        if (turn % 256 == 0 && (is_lost(d) || nanoseconds() > end)) {
+        if (turn % 64 == 0 && (is_lost(d) || nanoseconds() > end)) {
             note_fault(d, d.code_lost, peer);
             return static_cast<uint64_t>(epoch) << 32;  // no rows
         }
@@ -150,11 +154,13 @@ __device__ inline uint64_t wait_chunk(const Domain& d, const uint64_t* flag, uin
 __device__ inline bool wait_epoch(const Domain& d, const uint32_t* flag, uint32_t epoch, int peer) {
     if (static_cast<int>(load_acquire(flag) - epoch) >= 0) return true;
     const int64_t end = nanoseconds() + d.timeout_ns;
-    for (int turn = 1; static_cast<int>(load_acquire(flag) - epoch) < 0; ++turn)
-        if (turn % 256 == 0 && (is_lost(d) || nanoseconds() > end)) {
+    for (int turn = 1; static_cast<int>(load_acquire(flag) - epoch) < 0; ++turn) {
+        __nanosleep(kPause);
+        if (turn % 64 == 0 && (is_lost(d) || nanoseconds() > end)) {
             note_fault(d, d.code_lost, peer);
             return false;
         }
+    }
     return true;
 }
 
@@ -196,6 +202,21 @@ __device__ inline void await_open_memory(const Domain& d, uint32_t epoch) {
     for (int r = threadIdx.x; r < d.num_ranks; r += blockDim.x)
         wait_epoch(d, peer_at<uint32_t>(d, d.rank, d.at.ready) + r, epoch, r);
     __syncthreads();
+}
+
+// Chunks that a warp sends before it waits for them to have arrived: few where there are enough warps for all chunks,
+// so that the other side can begin early; else up to about 32 KiB, beside which a fence of the whole system is short.
+__device__ __forceinline__ int group_of_chunks(const Domain& d, int warps) {
+    const int64_t share = static_cast<int64_t>(d.chunks) * (d.num_ranks - 1) / max(warps, 1);
+    const int64_t most = kGroupBytes / (d.chunk_rows * d.row_bytes);
+    return static_cast<int>(max(static_cast<int64_t>(1), min(min(share, most), static_cast<int64_t>(kWarp))));
+}
+
+// Sets one flag a lane, behind everything that the warp has written.
+__device__ __forceinline__ void set_flags(uint64_t* flag, uint64_t value, bool mine) {
+    __syncwarp();
+    __threadfence_system();
+    if (mine) store_release(flag, value);
 }
 
 // Rows that other ranks wrote are read past L1.

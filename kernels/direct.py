@@ -72,7 +72,7 @@ class _Push(ctypes.Structure):
     _fields_ = [
         *((name, _P) for name in ("x", "ids", "weights", "route_rank", "block_counts", "unique", "plan", "out")),
         *((name, _P) for name in ("row_index", "positions", "row_weights")),
-        *((name, _L) for name in ("row_capacity", "unique_capacity")),
+        *((name, _L) for name in ("row_capacity", "unique_capacity", "row_bound")),
         *((name, _I) for name in ("num_tokens", "tokens_per_block", "send_blocks", "first", "expand")),
     ]
 
@@ -198,7 +198,8 @@ class Trip:
         ranked: of `rank_routes`.
         bad_tokens: int64 [], tokens whose logits were not finite; None: not known to be any.
         plan: int32 [plan_ints], of `Peers.exchange`.
-        row_capacity, unique_capacity: N and U as allocated.
+        row_bound: rows beyond it have no place, at any rank; of `Peers.exchange`.
+        row_capacity, unique_capacity: N and U as allocated on this rank.
         positions: int32 [U, K], of `Peers.push_first`.
         host_counts: rows of each local expert, where the caller has read them.
     """
@@ -209,6 +210,7 @@ class Trip:
     ranked: Ranked
     bad_tokens: Tensor | None = None
     plan: Tensor | None = None
+    row_bound: int = 0
     row_capacity: int = 0
     unique_capacity: int = 0
     positions: Tensor | None = None
@@ -295,7 +297,7 @@ class Peers:
             no_grad: whether this rank records no gradients; all ranks must agree.
             host_fault: code and value of a fault that only the host knows.
         """
-        codes = self.codes
+        codes, trip.row_bound = self.codes, row_bound
         trip.plan = torch.empty(self.shape.plan_ints, dtype=torch.int32, device=self.device)
         exchange = _Exchange(
             block_counts=trip.ranked.block_counts.data_ptr(),
@@ -354,6 +356,7 @@ class Peers:
         push.row_index = received.row_index.data_ptr()
         push.row_weights = received.row_weights.data_ptr()
         push.tokens_per_block = tokens_per_block(x_TH.shape[0], self.device.index)
+        push.row_bound = trip.row_bound
         push.first = 1
         self._launch("moe_ep_direct_push", trip, ctypes.byref(push), blocks[1])
         return received

@@ -12,8 +12,8 @@ namespace moe_ep {
 
 namespace {
 
-constexpr int kThreads = 1024;
-constexpr int kUnroll = 4;
+constexpr int kThreads = 384;
+constexpr int kUnroll = 4;  // 16-byte loads in flight a lane
 
 __device__ __forceinline__ uint4 load_own(const uint4* at) { return __ldg(at); }
 
@@ -71,17 +71,17 @@ __device__ __forceinline__ Route find_route(const Domain& d, const Push& p, cons
     const int width = d.num_experts + d.num_ranks + 1;
     const int64_t row = static_cast<int64_t>(plan.base[id]) + __ldg(p.route_rank + at) +
                         p.block_counts[static_cast<int64_t>(t / p.tokens_per_block) * width + id];
-    return {row < p.row_capacity ? static_cast<int>(row) : -1, __ldg(p.weights + at)};
+    return {row < p.row_bound ? static_cast<int>(row) : -1, __ldg(p.weights + at)};
 }
 
-__device__ void send_chunk(const Domain& d, const Push& p, const Plan& plan, int chunk, int dest, uint32_t epoch) {
+// Rows of one chunk into the destination's memory; returns what its flag says of them.
+__device__ uint64_t send_chunk(const Domain& d, const Push& p, const Plan& plan, int chunk, int dest) {
     const int lane = threadIdx.x % kWarp, units = static_cast<int>(d.row_bytes / 16);
     const int first = chunk * d.chunk_rows, last = min(p.num_tokens, first + d.chunk_rows);
     const int index = find_unique(d, p, first + lane, lane < d.chunk_rows ? last : 0, dest);
     const unsigned goes = __ballot_sync(kAll, index >= 0);
     const int start = goes == 0 ? 0 : __shfl_sync(kAll, index, __ffs(goes) - 1);
-    const int64_t area = static_cast<int64_t>(d.rank) * d.max_tokens;
-    int64_t row = area + start;
+    int64_t row = static_cast<int64_t>(d.rank) * d.max_tokens + start;
     for (unsigned left = goes; left != 0; left &= left - 1, ++row) {
         const int t = first + __ffs(left) - 1;
         copy_row<false>(reinterpret_cast<const uint4*>(p.x) + static_cast<int64_t>(t) * units,
@@ -89,13 +89,19 @@ __device__ void send_chunk(const Domain& d, const Push& p, const Plan& plan, int
         for (int k = lane; p.first && k < d.top_k; k += kWarp)
             peer_at<Route>(d, dest, d.at.push_routes)[row * d.top_k + k] = find_route(d, p, plan, t, k, dest);
     }
-    __syncwarp();
-    if (lane == 0) {
-        __threadfence_system();
-        const uint64_t value = static_cast<uint64_t>(epoch) << 32 | static_cast<uint64_t>(start) << 8 | __popc(goes);
-        store_release(peer_at<uint64_t>(d, dest, d.at.push_flags) + static_cast<int64_t>(d.rank) * d.chunks + chunk,
-                      value);
+    return static_cast<uint64_t>(start) << 8 | __popc(goes);
+}
+
+__device__ void send_group(const Domain& d, const Push& p, const Plan& plan, int first, int last, int dest,
+                           uint32_t epoch) {
+    const int lane = threadIdx.x % kWarp;
+    uint64_t mine = 0;
+    for (int chunk = first; chunk < last; ++chunk) {
+        const uint64_t said = send_chunk(d, p, plan, chunk, dest);
+        if (lane == chunk - first) mine = said;
     }
+    uint64_t* flags = peer_at<uint64_t>(d, dest, d.at.push_flags) + static_cast<int64_t>(d.rank) * d.chunks;
+    set_flags(flags + first + lane, static_cast<uint64_t>(epoch) << 32 | mine, lane < last - first);
 }
 
 // A row that is here: its routes' places are noted (first pass) and the row is moved on.
@@ -159,17 +165,20 @@ __device__ void clear_tail(const Domain& d, const Push& p, const Plan& plan, int
     for (int64_t i = unique * d.top_k + thread; i < p.unique_capacity * d.top_k; i += threads) p.positions[i] = -1;
 }
 
-__global__ void __launch_bounds__(kThreads) push_rows(Domain d, Push p) {
+__global__ void __launch_bounds__(kThreads, 2) push_rows(Domain d, Push p) {
     const uint32_t epoch = current_epoch(d);
     const Plan plan(p.plan, d.num_experts, d.num_ranks, d.num_local);
     const int others = d.num_ranks - 1, warp = threadIdx.x / kWarp;
     if (!p.first) open_memory(d, epoch);  // the first pass stands behind an exchange of counts, which says the same
     if (blockIdx.x < p.send_blocks) {
         if (!p.first) await_open_memory(d, epoch);
-        const int64_t items = static_cast<int64_t>(d.chunks) * others;
-        for (int64_t i = warp * p.send_blocks + blockIdx.x; i < items; i += p.send_blocks * (kThreads / kWarp))
-            send_chunk(d, p, plan, static_cast<int>(i / others),
+        const int warps = p.send_blocks * (kThreads / kWarp), group = group_of_chunks(d, warps);
+        const int64_t groups = (d.chunks + group - 1) / group;
+        for (int64_t i = warp * p.send_blocks + blockIdx.x; i < groups * others; i += warps) {
+            const int first = static_cast<int>(i / others) * group;
+            send_group(d, p, plan, first, min(d.chunks, first + group),
                        (d.rank + 1 + static_cast<int>(i % others)) % d.num_ranks, epoch);
+        }
     }
     for (int64_t i; (i = take_item(d)) < static_cast<int64_t>(d.chunks) * d.num_ranks;) {
         const int source = (d.rank + static_cast<int>(i % d.num_ranks)) % d.num_ranks;

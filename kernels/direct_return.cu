@@ -67,11 +67,9 @@ __device__ int append_routes(const Domain& d, const Return& r, int64_t place, co
 }
 
 template <typename T>
-__device__ void send_chunk(const Domain& d, const Return& r, const Plan& plan, int chunk, int to, uint32_t epoch,
-                           const uint4** list) {
+__device__ void send_rows(const Domain& d, const Return& r, const Plan& plan, int first, int last, int to,
+                          const uint4** list) {
     const int lane = threadIdx.x % kWarp, units = static_cast<int>(d.row_bytes / 16);
-    const int first = chunk * d.chunk_rows, last = min(plan.received[to], first + d.chunk_rows);
-    if (first >= last) return;  // nobody waits for a chunk without rows
     for (int index = first; index < last; ++index) {
         const int64_t place = plan.received_base[to] + static_cast<int64_t>(index);
         const int64_t at = static_cast<int64_t>(d.rank) * d.max_tokens + index;
@@ -84,11 +82,16 @@ __device__ void send_chunk(const Domain& d, const Return& r, const Plan& plan, i
         }
         __syncwarp();
     }
-    if (lane == 0) {
-        __threadfence_system();
-        store_release(peer_at<uint64_t>(d, to, d.at.back_flags) + static_cast<int64_t>(d.rank) * d.chunks + chunk,
-                      static_cast<uint64_t>(epoch) << 32);
-    }
+}
+
+// Nobody waits for a chunk without rows, but a flag of it does no harm.
+template <typename T>
+__device__ void send_group(const Domain& d, const Return& r, const Plan& plan, int first, int last, int to,
+                           uint32_t epoch, const uint4** list) {
+    const int lane = threadIdx.x % kWarp;
+    send_rows<T>(d, r, plan, first * d.chunk_rows, min(plan.received[to], last * d.chunk_rows), to, list);
+    uint64_t* flags = peer_at<uint64_t>(d, to, d.at.back_flags) + static_cast<int64_t>(d.rank) * d.chunks;
+    set_flags(flags + first + lane, static_cast<uint64_t>(epoch) << 32, lane < last - first);
 }
 
 // Until everything that ranks send for token t is here.
@@ -148,7 +151,7 @@ __device__ void finish_token(const Domain& d, const Return& r, const Plan& plan,
 
 // Shared memory: R + K row addresses a warp.
 template <typename T>
-__global__ void __launch_bounds__(kThreads) return_rows(Domain d, Return r) {
+__global__ void __launch_bounds__(kThreads, 2) return_rows(Domain d, Return r) {
     extern __shared__ const uint4* lists[];
     const uint4** list = lists + (threadIdx.x / kWarp) * (d.num_ranks + d.top_k);
     const uint32_t epoch = current_epoch(d);
@@ -157,10 +160,13 @@ __global__ void __launch_bounds__(kThreads) return_rows(Domain d, Return r) {
     open_memory(d, epoch);
     if (blockIdx.x < r.send_blocks) {
         await_open_memory(d, epoch);
-        const int64_t items = static_cast<int64_t>(d.chunks) * others;
-        for (int64_t i = warp * r.send_blocks + blockIdx.x; i < items; i += r.send_blocks * kWarpsHere)
-            send_chunk<T>(d, r, plan, static_cast<int>(i / others),
+        const int warps = r.send_blocks * kWarpsHere, group = group_of_chunks(d, warps);
+        const int64_t groups = (d.chunks + group - 1) / group;
+        for (int64_t i = warp * r.send_blocks + blockIdx.x; i < groups * others; i += warps) {
+            const int first = static_cast<int>(i / others) * group;
+            send_group<T>(d, r, plan, first, min(d.chunks, first + group),
                           (d.rank + 1 + static_cast<int>(i % others)) % d.num_ranks, epoch, list);
+        }
     }
     for (int64_t t; (t = take_item(d)) < r.num_tokens;) finish_token<T>(d, r, plan, t, epoch, list);
     end_operation(d, epoch);

@@ -115,21 +115,23 @@ def make_trips(group: Group, ids: list[Tensor]) -> list:
     return group.each(lambda r: Trip(layer=3, micro_batch=1, ids=ids[r], ranked=rank_routes(ids[r], group.shape)))
 
 
-def run_forward(group: Group, trips: list, x: list[Tensor], weights: list[Tensor], expand: bool, capacity: int = 0):
-    """Exchange and push on all ranks."""
-    most = group.num_ranks * group.shape.max_tokens
-    for trip in trips:
-        trip.row_capacity = capacity or most * group.case.top_k
-        trip.unique_capacity = min(most, trip.row_capacity)
-    group.each(lambda r: group.peers[r].exchange(trips[r], row_bound=trips[r].row_capacity))
+def run_forward(group: Group, trips: list, x: list[Tensor], weights: list[Tensor], expand: bool, capacity: int):
+    """Exchange and push on all ranks; capacity 0: each rank has just the rows that come, so ranks differ."""
+    group.each(lambda r: group.peers[r].exchange(trips[r], row_bound=capacity or NO_BOUND))
+    torch.cuda.synchronize()
+    for r, trip in enumerate(trips):
+        rows, unique = group.peers[r].plan_parts(trip.plan)["totals"].tolist()
+        most = group.num_ranks * group.shape.max_tokens
+        trip.row_capacity, trip.unique_capacity = (capacity, min(most, capacity)) if capacity else (rows, unique)
     received = group.each(lambda r: group.peers[r].push_first(x[r], weights[r], trips[r], expand=expand, blocks=(2, 5)))
     torch.cuda.synchronize()
     return received
 
 
+@pytest.mark.parametrize("exact", [False, True], ids=["capacity", "exact"])
 @pytest.mark.parametrize("expand", [False, True], ids=["unique", "expanded"])
 @pytest.mark.parametrize("name", CASES)
-def test_rows_go_where_the_routes_say(name: str, expand: bool) -> None:
+def test_rows_go_where_the_routes_say(name: str, expand: bool, exact: bool) -> None:
     case = CASES[name]
     gen = torch.Generator().manual_seed(len(name))
     group = Group(case)
@@ -140,7 +142,8 @@ def test_rows_go_where_the_routes_say(name: str, expand: bool) -> None:
         weights = [torch.rand(n, case.top_k, generator=gen) for n in case.tokens]
         on_gpu = [[t.cuda() for t in ts] for ts in (ids, x, weights)]
         trips = make_trips(group, on_gpu[0])
-        received = run_forward(group, trips, *on_gpu[1:], expand)
+        most = group.num_ranks * group.shape.max_tokens * case.top_k
+        received = run_forward(group, trips, *on_gpu[1:], expand, 0 if exact else most)
         for r in range(group.num_ranks):
             check_received(group, r, want, x, weights, trips[r].plan, received[r], expand)
         check_round_trip(group, want, trips, gen)
