@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -228,3 +229,16 @@ def test_errors_are_of_one_family() -> None:
     """Whoever drives a layer catches MoEError, whatever went wrong."""
     with pytest.raises(MoEError):
         MoELayer(MoEConfig(**SIZES))(torch.randn(2, 3, 17))
+
+
+def marked_for_a_stream(source: str) -> list[int]:
+    """Lines that call record_stream."""
+    return [n.lineno for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Attribute) and n.attr == "record_stream"]
+
+
+def test_no_tensor_is_marked_for_a_stream() -> None:
+    """pytorch/pytorch#147168, sgl-project/sglang#32746: what is marked comes back only when an event is polled."""
+    root = Path(__file__).resolve().parents[2]
+    sources = [*root.glob("moe_ep/**/*.py"), *root.glob("kernels/**/*.py")]
+    assert len(sources) > 40 and marked_for_a_stream("a = 1\nx.record_stream(stream)") == [2]
+    assert {str(path): lines for path in sources if (lines := marked_for_a_stream(path.read_text()))} == {}
