@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ..config import DispatchConfig
 from ..faults import Fault, raise_faults
-from ..kernels.direct import MAX_RANKS, Codes, Peers, Shape, Trip, rank_routes
+from ..kernels.direct import Peers, rank_routes
+from ..kernels.direct_types import MAX_RANKS, Codes, Shape, Trip
 from ..kernels.library import missing
 from ..permute import ExpertInput
 from ..routing import Routing

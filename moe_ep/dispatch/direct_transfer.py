@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from ..kernels.direct import Peers, Received, Shape, Trip
+from ..kernels.direct import Peers
+from ..kernels.direct_types import Received, Shape, Trip
 from .transfer import Tensors
 
 

@@ -45,7 +45,8 @@ class Group:
     """R ends of a domain on one GPU."""
 
     def __init__(self, case: Case, timeout_s: float = 20.0) -> None:
-        from moe_ep.kernels.direct import Codes, Peers, Shape
+        from moe_ep.kernels.direct import Peers
+        from moe_ep.kernels.direct_types import Codes, Shape
 
         self.case, self.device = case, torch.device("cuda", 0)
         self.num_ranks = len(case.tokens)
@@ -110,7 +111,8 @@ def place(ids: list[Tensor], num_experts: int) -> Place:
 
 
 def make_trips(group: Group, ids: list[Tensor]) -> list:
-    from moe_ep.kernels.direct import Trip, rank_routes
+    from moe_ep.kernels.direct import rank_routes
+    from moe_ep.kernels.direct_types import Trip
 
     return group.each(lambda r: Trip(layer=3, micro_batch=1, ids=ids[r], ranked=rank_routes(ids[r], group.shape)))
 
