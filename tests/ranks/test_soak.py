@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import os
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ KEYS = 10  # inputs that come again and again
 MAX_TOKENS = MOE["max_tokens"]
 # of the resident set in the 200 steps behind the warm-up; measured on 2 ranks: 0.3
 RSS_GROWTH_MIB = 4.0
+SETTLE_S = 0.5
 
 State = dict[str, Tensor]
 
@@ -131,11 +133,34 @@ def disturb(model: DominoStack, step: int, group: dist.ProcessGroup) -> None:
         layer.router.take_load()
 
 
-def live_tensors() -> tuple[int, int]:
-    """How many tensors there are, and their bytes."""
+def live_tensors() -> list[Tensor]:
     gc.collect()
-    found = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
-    return len(found), sum(t.numel() * t.element_size() for t in found)  # sparse ones have no storage
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
+
+
+def sizes(tensors: list[Tensor]) -> tuple[int, int]:
+    """How many there are, and their bytes."""
+    return len(tensors), sum(t.numel() * t.element_size() for t in tensors)  # sparse ones have no storage
+
+
+def settled(known: tuple[int, int] | None) -> tuple[int, int]:
+    """How many tensors there are, and their bytes, when no thread is still on its way out of a collective.
+
+    gloo's thread says that a collective is over before it lets go of what it sent and received: a count right behind
+    the wait sees these two in one of six cases. `known`: what was found before; on another result a while is waited,
+    and then what there is too much of is printed.
+    """
+    end = time.monotonic() + SETTLE_S
+    while (found := sizes(live_tensors())) != known and time.monotonic() < end:
+        time.sleep(SETTLE_S / 50)
+    if known is not None and found != known:
+        tensors = live_tensors()
+        newest = [
+            (tuple(t.shape), t.dtype, sorted({type(r).__name__ for r in gc.get_referrers(t) if r is not tensors}))
+            for t in tensors[-(max(found[0] - known[0], 0) + 3) :]
+        ]
+        print(f"{found} live tensors instead of {known}; the newest, with what refers to them: {newest}", flush=True)
+    return found
 
 
 def resident_mib() -> float:
@@ -167,7 +192,8 @@ def soak(group: dist.ProcessGroup, rank: int, steps: int, warm_up: int) -> float
         assert all(pool.num_free == pool.num_lanes for pool in lanes), f"step {step}: lanes are still lent"
         if key == KEYS - 1 and step >= warm_up - 1:
             model.zero_grad()
-            counts.append((live_tensors(), [pool.num_lanes for pool in lanes]))
+            found_now = settled(counts[0][0] if counts else None)
+            counts.append((found_now, [pool.num_lanes for pool in lanes]))
             grown_from = grown_from or resident_mib()
     assert len(counts) > 1 and counts == counts[:1] * len(counts), counts
     assert any(not torch.equal(first[name], trained[name]) for name in first)
@@ -193,7 +219,6 @@ def test_what_is_abandoned_on_its_way_is_freed_at_once(pool: RankPool, index: in
     pool.run(abandon_under_way, index, num_ranks=2)
 
 
-@pytest.mark.slow
 def test_thirty_steps_with_faults_leave_nothing_behind(pool: RankPool) -> None:
     pool.run(soak, 30, 20, num_ranks=2)
 
