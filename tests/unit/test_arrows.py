@@ -158,6 +158,11 @@ RULES = [
         lambda m, n: not within(n, "moe_ep.errors", "moe_ep.bounds") and n.split(".")[0] not in HARMLESS,
     ),
     Rule(
+        "only integrations may know another training framework or an integration",
+        lambda m: within(m, "moe_ep") and not within(m, "moe_ep.integrations"),
+        lambda m, n: within(n, "megatron", "xtuner", "moe_ep.integrations"),
+    ),
+    Rule(
         "only streams, dispatchers and the replica transport may know CUDA streams and events",
         lambda m: within(m, "moe_ep") and not may_know_streams(m),
         lambda m, n: within(n, *STREAM_NAMES),
@@ -212,7 +217,9 @@ def test_a_stray_folder_is_seen(tmp_path: Path) -> None:
     assert stray_folders(tmp_path) == {"moe_ep/dispatch/cuda", "benchmarks"}
 
 
-KERNELS, RECIPES, TESTS, LIBRARY, SIBLING, UPWARD, DOMINO, COLLECTIVE, CONFIG, STREAMS = (rule.text for rule in RULES)
+KERNELS, RECIPES, TESTS, LIBRARY, SIBLING, UPWARD, DOMINO, COLLECTIVE, CONFIG, OTHERS, STREAMS = (
+    rule.text for rule in RULES
+)
 PLANTED = [
     ("kernels/ops.py", "from moe_ep.errors import InputError", KERNELS),
     ("kernels/ops.py", "import moe_ep", KERNELS),
@@ -235,6 +242,8 @@ PLANTED = [
     ("moe_ep/config.py", "import torch", CONFIG),
     ("moe_ep/config.py", "from .router import build_router", CONFIG),
     ("moe_ep/config.py", "import subprocess", CONFIG),
+    ("moe_ep/layer.py", "from megatron.core import parallel_state", OTHERS),
+    ("moe_ep/domino.py", "from .integrations.megatron import use_moe_ep", OTHERS),
     ("moe_ep/layer.py", "import torch\ns = torch.cuda.Stream()", STREAMS),
     ("moe_ep/replica/runtime.py", "from torch.cuda import Event", STREAMS),
     ("moe_ep/experts.py", "from torch import cuda\nwith cuda.stream(None):\n    pass", STREAMS),

@@ -36,7 +36,7 @@ def probe(imports: str, folder: Path = ROOT) -> dict[str, Any]:
 
 
 def test_import_is_light() -> None:
-    found = probe("import moe_ep, moe_ep.config, moe_ep.routing, moe_ep.dispatch, moe_ep.layer")
+    found = probe("import moe_ep, moe_ep.config, moe_ep.routing, moe_ep.dispatch, moe_ep.layer, moe_ep.integrations")
     assert "moe_ep" in found["new"]
     assert HEAVY & set(found["new"]) == set()
     assert not found["cuda"]

@@ -1,0 +1,154 @@
+"""What of Megatron-Core's configuration our MoE layer serves: versions tried, flags refused, both by their names."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from ..config import nearest
+from ..errors import RecipeError, Unavailable
+
+TRIED = ("0.16.1", "0.19.2")
+# modules that keep one state per layer between a layer's forward and its end cannot hold several micro-batches
+RECOMPUTED_BY_ONE = ("core_attn", "mla_up_proj", "moe_act", "shared_experts")
+
+
+class Limit(NamedTuple):
+    """A flag of TransformerConfig, whether a value of it is served, and why others are not, with the way out."""
+
+    flag: str
+    served: Callable[[Any], bool]
+    why: str
+
+
+def _off(value: Any) -> bool:
+    return value is None or value is False or value in (0, "none")
+
+
+def _one(value: Any) -> bool:
+    return value is None or value == 1
+
+
+_OVERLAP = "it drives Megatron's own dispatchers stage by stage; interleave micro-batches with use_domino instead"
+_PADDING = "rows are neither dropped nor padded here; unset it"
+
+LAYER_LIMITS = (
+    Limit("moe_token_dispatcher_type", lambda v: v in ("alltoall", "allgather"), "set it to 'alltoall': ours replaces"
+          " that one, and 'flex' would start another library first"),
+    Limit("expert_tensor_parallel_size", _one, "an expert is not split here; set it to 1"),
+    Limit("overlap_moe_expert_parallel_comm", _off, _OVERLAP),
+    Limit("overlap_dispatch_backward_with_experts_wgrad", _off, _OVERLAP),
+    Limit("delay_wgrad_compute", _off, _OVERLAP),
+    Limit("moe_shared_expert_overlap", _off, "shared experts are run by Megatron's dispatchers then; unset it"),
+    Limit("moe_expert_capacity_factor", lambda v: v is None, _PADDING),
+    Limit("moe_pad_expert_input_to_capacity", _off, _PADDING),
+    Limit("moe_router_padding_for_quantization", _off, _PADDING),
+    Limit("moe_router_padding_for_fp8", _off, _PADDING),
+    Limit("moe_expert_rank_capacity_factor", lambda v: v is None, _PADDING),
+    Limit("moe_paged_stash", _off, "it needs rows padded to a capacity; unset it"),
+    Limit("cuda_graph_impl", _off, "tickets are not restored by a graph's replay; set it to 'none'"),
+    Limit("enable_cuda_graph", _off, "tickets are not restored by a graph's replay; unset it"),
+    Limit("external_cuda_graph", _off, "tickets are not restored by a graph's replay; unset it"),
+    Limit("transformer_impl", lambda v: v != "inference_optimized", "it exchanges the dispatcher for inference"),
+)  # fmt: skip
+
+DOMINO_LIMITS = (
+    Limit("tensor_model_parallel_size", _one, "tried without tensor parallelism only; set it to 1"),
+    Limit("pipeline_model_parallel_size", _one, "tried without pipeline stages only; set it to 1"),
+    Limit("context_parallel_size", _one, "tried without context parallelism only; set it to 1"),
+    Limit("hidden_dropout", _off, "the routed experts' output is added where it arrives, without dropout; set it to 0"),
+    Limit("moe_latent_size", lambda v: v is None, "the projection behind the experts is not interleaved; unset it"),
+    Limit("mtp_num_layers", _off, "multi-token prediction layers are not interleaved; unset it"),
+    Limit("recompute_granularity", lambda v: v in (None, "selective"), "whole layers are not recomputed; unset it or"
+          " set it to 'selective'"),
+    Limit("fp8", _off, "its scaling context spans one micro-batch; unset it"),
+    Limit("fp4", _off, "its scaling context spans one micro-batch; unset it"),
+    Limit("cpu_offloading", _off, "it keeps one state per layer; unset it"),
+    Limit("fine_grained_activation_offloading", _off, "it keeps one state per layer; unset it"),
+    Limit("fp32_residual_connection", _off, "routed experts answer in their own dtype; unset it"),
+)  # fmt: skip
+
+
+def refuse(config: Any, limits: Iterable[Limit], who: str) -> None:
+    """Hold a TransformerConfig against limits; a flag that this version does not have is not set.
+
+    Raises:
+        RecipeError: the flag's name, its value, why, and what to set.
+    """
+    for flag, served, why in limits:
+        value = getattr(config, flag, None)
+        if not served(value):
+            raise RecipeError(f"{flag} = {value!r} is not supported by {who}: {why}")
+
+
+def refuse_recompute(config: Any, who: str) -> None:
+    """Selective recompute of what would keep one state for several micro-batches.
+
+    Raises:
+        RecipeError: the modules, and those that work.
+    """
+    if getattr(config, "recompute_granularity", None) != "selective":
+        return
+    strange = sorted(set(config.recompute_modules or ()) - set(RECOMPUTED_BY_ONE))
+    if strange:
+        raise RecipeError(
+            f"recompute_modules = {strange} is not supported by {who}: they keep one state per layer, or dispatch "
+            f"again in backward; these work: {', '.join(RECOMPUTED_BY_ONE)}"
+        )
+
+
+def scaled_for_pieces(config: Any, who: str) -> None:
+    """Balancing losses that Megatron would count once for each piece of a batch.
+
+    Raises:
+        RecipeError: such a loss is on.
+    """
+    if getattr(config, "calculate_per_token_loss", False):
+        return
+    coefficients = config.moe_aux_loss_coeff
+    on = any(coefficients) if isinstance(coefficients, list | tuple) else bool(coefficients)
+    for flag, value in (("moe_aux_loss_coeff", on), ("moe_z_loss_coeff", bool(config.moe_z_loss_coeff))):
+        if value:
+            raise RecipeError(
+                f"{flag} = {getattr(config, flag)!r} is not supported by {who}: Megatron adds a mean over each piece "
+                "of the batch, so the loss would grow with their number; set calculate_per_token_loss = True (a sum "
+                "over tokens), or the coefficient to 0"
+            )
+
+
+@functools.cache
+def check_version(version: str) -> None:
+    """Warn, once, about a version of Megatron-Core that nobody has tried."""
+    if version not in TRIED:
+        warnings.warn(
+            f"Megatron-Core {version} was never tried with moe_ep; these were: {', '.join(TRIED)}. Its MoE layer may "
+            "call dispatchers in another way",
+            stacklevel=2,
+        )
+
+
+def megatron_version() -> str:
+    """The version of Megatron-Core.
+
+    Raises:
+        Unavailable: it is not installed.
+    """
+    try:
+        import megatron.core
+    except ImportError as err:
+        raise Unavailable(f"Megatron-Core cannot be imported ({err}); install moe-ep[megatron]") from err
+    return str(megatron.core.__version__)
+
+
+def known_options(options: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse an option that our layer does not have.
+
+    Raises:
+        RecipeError: the nearest one.
+    """
+    names = set(known)
+    for name in options:
+        if name not in names:
+            raise RecipeError(f"unknown option {name!r} of the MoE layer; {nearest(name, names)}")
