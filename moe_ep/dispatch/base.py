@@ -131,7 +131,9 @@ class Dispatcher(ABC):
         """One line on what runs, for the log."""
         ranks = "1 rank" if self.num_ranks == 1 else f"{self.num_ranks} ranks"
         movers = ", rows moved by CUDA kernels" if self.kernels else ""
-        return f"{self.name} ({ranks}, {self.num_local} experts on each{movers})"
+        in_line = self.early_apart and self.num_ranks > 1 and self._early_group is self.group
+        counts = ", counts in line behind rows (the group's back end cannot be opened twice)" if in_line else ""
+        return f"{self.name} ({ranks}, {self.num_local} experts on each{movers}{counts})"
 
     # what a caller uses
 

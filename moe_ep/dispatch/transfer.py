@@ -251,7 +251,7 @@ def _own_error() -> Iterator[None]:
     try:
         yield
     except ValueError as err:
-        if isinstance(err.__context__, RuntimeError):
+        if err.__context__ is not None:
             raise err.__context__ from None
         raise
 

@@ -55,8 +55,9 @@ def close_twins(group: dist.ProcessGroup | None) -> list[dist.ProcessGroup]:
 
 
 def _close_all() -> None:
-    for group in {group for group, _ in _twins}:
-        close_twins(group)
+    for (group, _), twin in _twins.items():
+        if twin is not group:
+            twin.abort()  # at exit, without waiting: peers may be gone
 
 
 def _make(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:

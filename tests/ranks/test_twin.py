@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from moe_ep import DispatchConfig, build_dispatcher, close_dispatchers, streams
+from moe_ep import DispatchConfig, Routing, build_dispatcher, close_dispatchers, streams
 from moe_ep.dispatch import twin
+from moe_ep.dispatch.transfer import all_to_all
 from moe_ep.dispatch.twin import close_twins, open_twin
 from moe_ep.testing.ranks import RankPool
 
@@ -75,3 +77,37 @@ def body_dispatchers(group: dist.ProcessGroup, rank: int) -> None:
 
 def test_dispatchers_share_a_groups_twin_and_close_it(pool: RankPool) -> None:
     pool.run(body_dispatchers)
+
+
+def body_strange(group: dist.ProcessGroup, rank: int) -> None:
+    """Over a back end that is not known here, counts travel in the group itself, and the log says so."""
+    close_dispatchers(group)
+    config = DispatchConfig(name="all2all", num_experts=3, top_k=1, hidden_size=4)
+    with mock.patch.object(twin, "_like", lambda *_: None):
+        dispatcher = build_dispatcher(config, group)
+    assert dispatcher.early(CPU).group is group and dispatcher.early(CPU) is not dispatcher.comm(CPU)
+    assert "counts in line behind rows (the group's back end cannot be opened twice)" in dispatcher.describe()
+    ids = torch.full((rank, 1), 2)
+    ticket = dispatcher.dispatch_preprocess(
+        torch.ones(rank, 4), Routing(expert_ids=ids, weights=torch.ones(rank, 1), num_experts=3)
+    )
+    dispatcher.dispatch(ticket)
+    assert dispatcher.dispatch_postprocess(ticket).capacity == (3 if rank == 2 else 0)
+    close_dispatchers(group)
+    assert "counts in line" not in build_dispatcher(config, group).describe()
+
+
+def test_a_group_that_cannot_be_opened_twice_serves_alone(pool: RankPool) -> None:
+    pool.run(body_strange)
+
+
+def body_error(group: dist.ProcessGroup, rank: int) -> None:
+    """What a collective of a twin raises is the collective's own error."""
+    config = DispatchConfig(name="all2all", num_experts=3, top_k=1, hidden_size=4)
+    counts = build_dispatcher(config, group).early(CPU).group
+    with pytest.raises(ValueError, match="different dtypes"):
+        all_to_all(torch.zeros(3), torch.zeros(3).double(), [1, 1, 1], [1, 1, 1], counts)
+
+
+def test_the_error_of_a_twin_is_its_own(pool: RankPool) -> None:
+    pool.run(body_error)
