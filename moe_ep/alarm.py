@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -65,8 +65,7 @@ class Alarm:
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             self._device = torch.device("cuda", torch.cuda.current_device())
         self._start_call = start_call
-        own_connection = group.get_group_store().clone()  # type: ignore[attr-defined]  # a long wait blocks one
-        store = PrefixStore("moe_ep.alarm", own_connection)
+        store = PrefixStore("moe_ep.alarm", _own_connection(group.get_group_store()))
         # the same store may have served an earlier group of the same name
         self._store = PrefixStore(str(store.add(f"joined/{self.party.rank}", 1)), store)
         self._lock = threading.Lock()
@@ -235,6 +234,14 @@ class Alarm:
         if call is not None and call.device != device.type:  # this rank has noted nothing yet
             device = torch.device(call.device)
         return self._start_call(group, call, device)
+
+
+def _own_connection(store: Any) -> Any:
+    """The store over a connection that no long wait of another user blocks; kinds without connections have no other."""
+    try:
+        return store.clone()
+    except RuntimeError:
+        return store
 
 
 def alarm_of(group: dist.ProcessGroup, start_call: StartCall) -> Alarm:

@@ -24,13 +24,13 @@ BOUND_S = (
 )
 
 
-def break_experts(rank: int, *, backward: bool, folder: str) -> None:
-    """The second micro-batch of the last layer in step 3: there are two layers and two micro-batches."""
+def break_experts(rank: int, *, first: bool, backward: bool, folder: str) -> None:
+    """In step 3 the first layer's first micro-batch, or the last one's last: two layers, two micro-batches."""
     real, calls = GroupedExperts.forward, itertools.count()
 
     def forward(self: GroupedExperts, *args: Any, **options: Any) -> Tensor:
         y = real(self, *args, **options)
-        if next(calls) != 2 * 2 * 2 + 3:
+        if next(calls) != 2 * 2 * 2 + (0 if first else 3):
             return y
         Path(folder, "broke").write_text(str(time.time()))
         if backward:
@@ -41,9 +41,9 @@ def break_experts(rank: int, *, backward: bool, folder: str) -> None:
         mock.patch.object(GroupedExperts, "forward", forward).start()
 
 
-def check(tmp_path: Path, world: int, backward: bool, *overrides: str) -> None:
+def check(tmp_path: Path, world: int, first: bool, backward: bool, *overrides: str) -> None:
     settings = ["parallel.ep_size=2", f"train.timeout_s={TIMEOUT_S}", "checkpoint.every=0", *overrides]
-    prepare = functools.partial(break_experts, backward=backward, folder=str(tmp_path))
+    prepare = functools.partial(break_experts, first=first, backward=backward, folder=str(tmp_path))
     job = start(world, [str(write(tmp_path)), *settings], tmp_path, prepare=prepare)
     codes = job.wait(TIMEOUT_S + 40)
     took = time.time() - float((tmp_path / "broke").read_text())
@@ -58,12 +58,15 @@ def check(tmp_path: Path, world: int, backward: bool, *overrides: str) -> None:
 
 
 def test_the_program_ends_everywhere_with_the_text_of_the_error(tmp_path: Path) -> None:
-    check(tmp_path, 2, False)
+    check(tmp_path, 2, False, False)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("interleaved", [1, 2])
 @pytest.mark.parametrize("world", [2, 4])
-def test_the_program_ends_everywhere_in_time(tmp_path: Path, world: int, interleaved: int, backward: bool) -> None:
-    check(tmp_path, world, backward, f"train.intra_layer_micro_batch={interleaved}", "moe.dispatcher=agrs")
+def test_the_program_ends_everywhere_in_time(
+    tmp_path: Path, world: int, interleaved: int, backward: bool, first: bool
+) -> None:
+    check(tmp_path, world, first, backward, f"train.intra_layer_micro_batch={interleaved}", "moe.dispatcher=agrs")
