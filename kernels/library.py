@@ -24,6 +24,8 @@ SIGNATURES = {
     "moe_ep_direct_exchange": "pp",
     "moe_ep_direct_push": "ppi",
     "moe_ep_direct_return": "ppii",
+    "moe_ep_plan_replicas": "pppppiiiii",
+    "moe_ep_reroute": "pppppppppppppliiii",
     "moe_ep_swiglu": "ippppll",
     "moe_ep_swiglu_backward": "ipppppppll",
     "moe_ep_scale_rows": "ipppll",
@@ -47,6 +49,9 @@ class Library:
         workspace = self._dll.moe_ep_sort_workspace
         workspace.argtypes, workspace.restype = [_LONG, _INT], _LONG
         self.sort_workspace: Callable[[int, int], int] = workspace
+        shared_bytes = self._dll.moe_ep_plan_shared_bytes
+        shared_bytes.argtypes, shared_bytes.restype = [_INT, _INT, _INT], _LONG
+        self.plan_shared_bytes: Callable[[int, int, int], int] = shared_bytes
 
     def _bind(self, name: str, codes: str) -> Any:
         function = getattr(self._dll, name)

@@ -17,7 +17,22 @@ Planner = Literal["quota", "fixed_rows"]
 
 
 def check_load(load: Tensor, slots: int, min_quota: int, planner: str, domain_size: int | None) -> None:
-    """Refuse what `plan` cannot work with; the arguments are its own.
+    """Refuse what `plan` cannot work with; the arguments are its own. Reads the load on the host.
+
+    Raises:
+        PlanError: value, limit and way out.
+    """
+    check_sizes(load, slots, min_quota, planner, domain_size)
+    if bool((load < 0).any()):
+        raise PlanError(f"a load is {int(load.min())}; counts of routes are not negative")
+    # an int64 sum may wrap: R*E terms below 2^31 cannot
+    total = int(load.sum(dtype=torch.int64)) if int(load.max()) <= LARGEST_TOTAL else int(load.max())
+    if total > LARGEST_TOTAL:
+        raise PlanError(f"the loads add up to {total} rows or more, beyond 2^31 - 1; take smaller micro-batches")
+
+
+def check_sizes(load: Tensor, slots: int, min_quota: int, planner: str, domain_size: int | None) -> None:
+    """The part of it that needs no value of the load.
 
     Raises:
         PlanError: value, limit and way out.
@@ -32,12 +47,6 @@ def check_load(load: Tensor, slots: int, min_quota: int, planner: str, domain_si
     if domain_size is not None and (domain_size < 1 or num_ranks % domain_size):
         raise PlanError(f"domain_size = {domain_size} must divide the {num_ranks} ranks; leave it out for one domain")
     check_slots(planner, slots, min_quota, num_experts // num_ranks)
-    if bool((load < 0).any()):
-        raise PlanError(f"a load is {int(load.min())}; counts of routes are not negative")
-    # an int64 sum may wrap: R*E terms below 2^31 cannot
-    total = int(load.sum(dtype=torch.int64)) if int(load.max()) <= LARGEST_TOTAL else int(load.max())
-    if total > LARGEST_TOTAL:
-        raise PlanError(f"the loads add up to {total} rows or more, beyond 2^31 - 1; take smaller micro-batches")
 
 
 def check_slots(planner: str, slots: int, min_quota: int, num_local: int, expert_bytes: int | None = None) -> None:

@@ -80,15 +80,24 @@ def reroute(routing: Routing, plan: Plan, rank: int) -> Routing:
         InputError: another number of experts, or a rank that the plan does not have.
         PlanError: the plan was made from another micro-batch.
     """
+    check_group(routing, plan, rank)
+    ids = _place(routing.expert_ids, plan, rank)
+    return Routing(
+        expert_ids=ids, weights=routing.weights, num_experts=plan.num_physical, bad_tokens=routing.bad_tokens
+    )
+
+
+def check_group(routing: Routing, plan: Plan, rank: int) -> None:
+    """Refuse a routing or rank of another group than the plan's.
+
+    Raises:
+        InputError: the numbers of both.
+    """
     if routing.num_experts != plan.num_experts or not 0 <= rank < plan.num_ranks:
         raise InputError(
             f"the routing has {routing.num_experts} experts and comes from rank {rank}, the plan has {plan.num_experts}"
             f" on {plan.num_ranks} ranks; plan and reroute with the same expert-parallel group"
         )
-    ids = _place(routing.expert_ids, plan, rank)
-    return Routing(
-        expert_ids=ids, weights=routing.weights, num_experts=plan.num_physical, bad_tokens=routing.bad_tokens
-    )
 
 
 def _place(ids_TK: Tensor, plan: Plan, rank: int) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from moe_ep.errors import InputError, PlanError
 from moe_ep.load import expert_load
 from moe_ep.replica import Plan, plan, reroute
+from moe_ep.replica.device import plan_on_device, reroute_on_device
 from moe_ep.replica.reroute import split
 from moe_ep.routing import Routing
 
@@ -159,3 +160,16 @@ def test_another_group_is_refused() -> None:
     for routing, rank in ((routing_of(ids, 4), 0), (routing_of(ids, 2), 2), (routing_of(ids, 2), -1)):
         with pytest.raises(InputError, match="plan and reroute with the same expert-parallel group"):
             reroute(routing, made, rank)
+
+
+def test_the_kernels_refuse_what_lies_on_the_cpu() -> None:
+    ids = torch.tensor([[0], [1]])
+    load = loads_of([ids, ids], 2)
+    with pytest.raises(InputError, match=r"the kernels plan int32 loads on a GPU, got torch\.int32 on cpu; use plan"):
+        plan_on_device(load, 1)
+    with pytest.raises(PlanError, match="slots = -1 must be at least 0"):
+        plan_on_device(load, -1)
+    with pytest.raises(InputError, match="the kernels reroute ids on a GPU, got cpu; use reroute there"):
+        reroute_on_device(routing_of(ids, 2), plan(load, 1), 0)
+    with pytest.raises(InputError, match="plan and reroute with the same expert-parallel group"):
+        reroute_on_device(routing_of(ids, 4), plan(load, 1), 0)

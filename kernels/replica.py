@@ -1,0 +1,75 @@
+"""Planner and rerouting of replicas on one GPU, without a word from the host. CUDA only; integers alone.
+
+    plan_replicas   load [R, E] -> quotas [E, R], the slots' experts [R, S], largest load and its bound of each domain
+    reroute         ids [T, K] of one rank and that plan -> physical ids [T, K]
+
+Both compute what `moe_ep/replica` computes in torch, bit for bit; the worked examples stand there.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .build import KernelError
+from .library import launch, library
+from .routes import sort_routes
+
+SHARED_BYTES = {8: 163 << 10, 9: 227 << 10, 10: 227 << 10}  # of a block, by major compute capability
+
+
+def plan_replicas(load: Tensor, slots: int, min_quota: int, domain_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Plan one micro-batch; one block a domain.
+
+    Args:
+        load: int32 [R, E] on a GPU. Values are not checked: negative ones, or a sum beyond 2^31 - 1, make a wrong plan.
+        slots: S.
+        min_quota: at least 1.
+        domain_size: divides R.
+
+    Returns:
+        quota int32 [E, R], instances int32 [R, S], peak and bound int32 [R / domain_size].
+
+    Raises:
+        KernelError: more ranks, experts or slots than fit into a block's shared memory.
+    """
+    num_ranks, num_experts = load.shape
+    num_domains = num_ranks // domain_size
+    inside = num_experts // num_domains
+    needed = library(load.device.index).plan_shared_bytes(domain_size, inside, slots)
+    limit = SHARED_BYTES.get(torch.cuda.get_device_capability(load.device)[0], 99 << 10)
+    if needed > limit:
+        raise KernelError(
+            f"planning {domain_size} ranks, {inside} experts and {slots} slots takes {needed} bytes of shared memory, "
+            f"and a block of this GPU has {limit}; plan in smaller domains, or on the host"
+        )
+    quota, instances = load.new_empty(num_experts, num_ranks), load.new_empty(num_ranks, slots)
+    peak, bound = load.new_empty(num_domains), load.new_empty(num_domains)
+    sizes = (num_ranks, num_experts, domain_size, slots, min_quota)
+    launch("moe_ep_plan_replicas", load, load.contiguous(), quota, instances, peak, bound, *sizes)
+    return quota, instances, peak, bound
+
+
+def reroute(ids: Tensor, load: Tensor, quota: Tensor, instances: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Send each route to an instance of its expert.
+
+    Args:
+        ids: int64 [T, K] of this rank; ids outside [0, E) stay outside of [0, P).
+        load: int32 [R, E].
+        quota: int32 [E, R].
+        instances: int32 [R, S].
+        rank: whose tokens these are.
+
+    Returns:
+        Physical ids int64 [T, K], and int64 []: experts of which the plan counts other rows of this rank than it has.
+    """
+    num_ranks, num_experts = load.shape
+    ids = ids.contiguous()
+    _, _, positions, counts, offsets, _ = sort_routes(ids, num_experts, 1)
+    out, wrong = torch.empty_like(ids), ids.new_empty(())
+    kept, start = load.new_empty(2, num_experts).unbind()
+    ends, physical = load.new_empty(2, num_experts, num_ranks).unbind()
+    tables = (load.contiguous(), quota, instances, kept, start, ends, physical)
+    sizes = (ids.numel(), num_ranks, num_experts, instances.shape[1], rank)
+    launch("moe_ep_reroute", ids, *tables, ids, positions, offsets, counts, out, wrong, *sizes)
+    return out, wrong
