@@ -6,7 +6,8 @@ code runs without streams: a launch collects asynchronous work handles, a wait w
 Memory rule. A tensor is allocated on the stream that writes it. `CommStream.launch` makes the comm stream wait for
 everything issued on the caller's stream so far *before* it allocates, so a block that the comm stream's pool hands out
 again cannot still be read by work that the caller issued earlier. What a launch reads is kept alive by the `InFlight`
-until the caller's stream has waited for it, so the caller's pool cannot hand that block out too early either.
+until the caller's stream has waited for it, so the caller's pool cannot hand that block out too early either; an
+`InFlight` that dies unawaited makes the caller's stream wait.
 No `record_stream` is needed, and no memory waits for an event to be polled.
 """
 

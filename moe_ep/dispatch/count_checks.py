@@ -13,6 +13,8 @@ from ..permute import ExpertInput
 def check_counts(where: str, name: str, order: Order, expert_ids: Tensor, num_experts: int, rows: ExpertInput) -> None:
     """Hold an ExpertInput against itself and against the routings of all ranks; a host sync. Collective.
 
+    Nothing is looked at while a CUDA graph is captured: nothing can be read then.
+
     Args:
         where: such as "layer 3, micro-batch 0".
         name: of the dispatcher, for the message.
@@ -25,8 +27,11 @@ def check_counts(where: str, name: str, order: Order, expert_ids: Tensor, num_ex
         ProtocolError: on every rank, with what is wrong on the first one where something is.
         PeerError: a rank did not come in time.
     """
+    if expert_ids.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
     ids = expert_ids.reshape(-1)
-    named = torch.bincount(ids[ids >= 0], minlength=num_experts).tolist()
+    routes = ids[(ids >= 0) & (ids < num_experts)]  # the others are a fault, which has its own way to be told
+    named = torch.bincount(routes, minlength=num_experts).tolist()
     mine = named, rows.tokens_per_expert.tolist(), _inconsistency(rows)
     everybody = order.gather(f"counts of {where}", mine)
     totals = [sum(counts) for counts in zip(*(named for named, _, _ in everybody), strict=True)]

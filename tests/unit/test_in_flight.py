@@ -1,0 +1,47 @@
+"""What a launched communication keeps, and for how long."""
+
+from __future__ import annotations
+
+import weakref
+from unittest import mock
+
+import torch
+
+from moe_ep.streams import InFlight, making
+
+
+def flight(event: object, keep: torch.Tensor) -> InFlight:
+    return InFlight("dispatch of layer 0, micro-batch 0", (), [], event, (keep,))
+
+
+def test_a_flight_that_dies_unawaited_makes_the_callers_stream_wait() -> None:
+    event, sent = object(), torch.ones(1)
+    with mock.patch.object(torch.cuda, "current_stream") as stream:
+        one = flight(event, sent)
+        del one
+        stream().wait_event.assert_called_once_with(event)
+
+
+def test_an_awaited_flight_lets_go_of_its_inputs_and_waits_once() -> None:
+    event, sent = object(), torch.ones(1)
+    with mock.patch.object(torch.cuda, "current_stream") as stream:
+        one = flight(event, sent)
+        kept = weakref.ref(sent)
+        del sent
+        assert kept() is not None
+        one.wait()
+        assert kept() is None
+        del one
+        stream().wait_event.assert_called_once_with(event)
+
+
+def test_a_step_without_its_wait_makes_none() -> None:
+    event = mock.Mock()
+    with mock.patch.object(torch.cuda, "current_stream") as stream:
+        with making(at_launch=True, at_arrival=False):
+            flight(event, torch.ones(1)).wait_on_host()
+        event.synchronize.assert_not_called()
+        stream().wait_event.assert_not_called()
+        flight(event, torch.ones(1)).wait_on_host()
+        event.synchronize.assert_called_once_with()
+        stream().wait_event.assert_called_once_with(event)
