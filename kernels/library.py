@@ -32,6 +32,7 @@ SIGNATURES = {
     "moe_ep_zero_tail": "ppll",
     "moe_ep_write_message": "pipppplllllliip",
 }
+_POINTERS = {name: [i for i, code in enumerate(codes) if code == "p"] for name, codes in SIGNATURES.items()}
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 
 
@@ -102,11 +103,14 @@ def launch(name: str, anchor: Tensor, *arguments: Any) -> None:
     Raises:
         KernelError: the launch failed.
     """
-    index: int = anchor.device.index
+    index = anchor.get_device()
     lib = library(index)
-    raw = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
-    stream = torch.cuda.current_stream(index).cuda_stream
-    if index == torch.cuda.current_device():
+    raw = list(arguments)
+    for i in _POINTERS[name]:
+        if isinstance(raw[i], Tensor):
+            raw[i] = raw[i].data_ptr()
+    stream = torch._C._cuda_getCurrentRawStream(index)  # as torch's own compiled code asks: no Stream object is made
+    if index == torch._C._cuda_getDevice():
         error = lib.functions[name](*raw, stream)
     else:
         with torch.cuda.device(index):

@@ -109,15 +109,17 @@ def _count_message(
 
 def _fake_sort_routes(ids: Tensor, num_experts: int, alignment: int) -> Tensors:
     capacity = ids.numel() + num_experts * (alignment - 1)
-    row_token, row_slot = (ids.new_empty(capacity, dtype=torch.int32) for _ in range(2))
-    positions, offsets = (ids.new_empty(size, dtype=torch.int32) for size in (ids.shape, num_experts + 1))
-    return row_token, row_slot, positions, ids.new_empty(num_experts), offsets, ids.new_empty(())
+    row_token = ids.new_empty(capacity, dtype=torch.int32)
+    positions = torch.empty_like(ids, dtype=torch.int32, memory_format=torch.contiguous_format)
+    offsets, counts = row_token.new_empty(num_experts + 1), ids.new_empty(num_experts)
+    return row_token, torch.empty_like(row_token), positions, counts, offsets, ids.new_empty(())
 
 
 def _fake_regroup_rows(counts: Tensor, num_rows: int, alignment: int) -> Tensors:
     num_local = counts.shape[1]
-    sizes = (num_rows + num_local * (alignment - 1), num_rows, num_local + 1, num_local)
-    return tuple(counts.new_empty(size, dtype=torch.int32) for size in sizes)
+    places = counts.new_empty(num_rows, dtype=torch.int32)
+    order = places.new_empty(num_rows + num_local * (alignment - 1))
+    return order, places, places.new_empty(num_local + 1), places.new_empty(num_local)
 
 
 def _fake_count_message(

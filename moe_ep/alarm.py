@@ -96,12 +96,9 @@ class Alarm:
         self.noted += 1
         self.party.logs[self._numbers[group.group_name]].add(call)
 
-    @contextlib.contextmanager
-    def launching(self) -> Iterator[None]:
-        """Around the launch of a communication: it is noted inside, or nobody can make up for it."""
-        before = self.noted
-        yield
-        if self.noted == before:
+    def launched(self, *, since: int) -> None:
+        """A communication was launched: it was noted `since` there were so many, or nobody can make up for it."""
+        if self.noted == since:
             self.party.unlogged = True
 
     def check(self) -> None:

@@ -93,6 +93,52 @@ class _SumRows(torch.autograd.Function):
         return _move_out(grads[0], ctx.saved_tensors, ctx.kernels), None, None
 
 
+class _GatherRoutes(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_TH: Tensor, weights_TK: Tensor, routes: SortedRoutes, kernels: bool
+    ) -> tuple[Tensor, Tensor]:
+        by_token, by_slot = routes.by_token, routes.by_slot
+        ctx.save_for_backward(*by_token, by_slot[0])
+        ctx.kernels = kernels
+        return _move_out(x_TH, by_token, kernels), _move_out(weights_TK.reshape(-1), by_slot, kernels)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        row_token, positions, bound, row_slot = ctx.saved_tensors
+        dx_TH = dweights_TK = None
+        if ctx.needs_input_grad[0]:
+            dx_TH = _move_back(grads[0], (row_token, positions, bound), ctx.kernels)
+        if ctx.needs_input_grad[1]:
+            dweights = _move_back(grads[1], (row_slot, positions.view(-1, 1), bound), ctx.kernels)
+            dweights_TK = dweights.view(positions.shape)
+        return dx_TH, dweights_TK, None, None
+
+
+@eager
+def gather_routes(
+    x_TH: Tensor, weights_TK: Tensor, routes: SortedRoutes, *, kernels: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The row of x and the weight of every sorted route, [T*K, H] and [T*K]: `gather_rows` of both, as one node.
+
+    Args:
+        x_TH: [T, H], any float dtype.
+        weights_TK: float32 [T, K].
+        routes: of T tokens; behind their bound the results hold anything.
+        kernels: let the CUDA kernels do it where x is on a GPU.
+    """
+    kernels = kernels and x_TH.is_cuda
+    if _records(x_TH) or _records(weights_TK):
+        return _GatherRoutes.apply(x_TH, weights_TK, routes, kernels)
+    rows_SH = _move_out(x_TH, routes.by_token, kernels)
+    return rows_SH, _move_out(weights_TK.reshape(-1), routes.by_slot, kernels)
+
+
+def _records(tensor: Tensor) -> bool:
+    # a node costs as much as several launches, so that there is none where nothing would come back through it
+    return tensor.requires_grad and torch.is_grad_enabled()
+
+
 @eager
 def gather_rows(
     x_UH: Tensor, row_index_N: Tensor, positions_UJ: Tensor, *, bound: Tensor | None = None, kernels: bool = False
@@ -110,7 +156,8 @@ def gather_rows(
         [N, ...] in x's dtype. The gradient of x is a float32 sum over J ascending, rounded once; gradient rows
         whose index is -1 are never read.
     """
-    return _GatherRows.apply(x_UH, (row_index_N, positions_UJ, bound), kernels and x_UH.is_cuda)
+    movement, kernels = (row_index_N, positions_UJ, bound), kernels and x_UH.is_cuda
+    return _GatherRows.apply(x_UH, movement, kernels) if _records(x_UH) else _move_out(x_UH, movement, kernels)
 
 
 @eager
@@ -129,7 +176,8 @@ def sum_rows(
     Returns:
         [T, ...] in the rows' dtype.
     """
-    return _SumRows.apply(rows_NH, (row_index_N, positions_TJ, bound), kernels and rows_NH.is_cuda)
+    movement, kernels = (row_index_N, positions_TJ, bound), kernels and rows_NH.is_cuda
+    return _SumRows.apply(rows_NH, movement, kernels) if _records(rows_NH) else _move_back(rows_NH, movement, kernels)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +190,7 @@ class SortedRoutes:
         positions: int32 [T, K], sorted place of each route, -1 where there is no route.
         counts: int64 [E], routes of each expert.
         offsets: int32 [E+1], first sorted place of each expert, and the number of routes behind.
+        bound: int32 [1], where the tail begins: the last of the offsets.
         num_bad: int64 [], ids outside [-1, E), where the kernels counted them on the way; else None.
     """
 
@@ -150,20 +199,35 @@ class SortedRoutes:
     positions: Tensor
     counts: Tensor
     offsets: Tensor
+    bound: Tensor
     num_bad: Tensor | None = None
 
     @property
-    def bound(self) -> Tensor:
-        """Where the tail begins, int32 [1]."""
-        return self.offsets[-1:]
+    def by_token(self) -> Movement:
+        """From tokens to sorted routes."""
+        return self.row_token, self.positions, self.bound
+
+    @property
+    def by_slot(self) -> Movement:
+        """From flat slots to sorted routes."""
+        return self.row_slot, self.positions.view(-1, 1), self.bound
 
 
 def sort_routes(expert_ids_TK: Tensor, num_experts: int, *, kernels: bool = False) -> SortedRoutes:
     """Sort the routes of a micro-batch by expert, stably, without a host sync. Ids outside [0, E) have no route."""
     if kernels and expert_ids_TK.is_cuda:
-        sorted_ids = routes_module().sort_routes(expert_ids_TK, num_experts, 1)
-        names = ("row_token", "row_slot", "positions", "counts", "offsets", "num_bad")
-        return SortedRoutes(**dict(zip(names, sorted_ids, strict=True)))
+        row_token, row_slot, positions, counts, offsets, num_bad = routes_module().sort_routes(
+            expert_ids_TK, num_experts, 1
+        )
+        return SortedRoutes(
+            row_token=row_token,
+            row_slot=row_slot,
+            positions=positions,
+            counts=counts,
+            offsets=offsets,
+            bound=offsets[num_experts:],
+            num_bad=num_bad,
+        )
     num_tokens, top_k = expert_ids_TK.shape
     flat = expert_ids_TK.reshape(-1)
     valid = (flat >= 0) & (flat < num_experts)
@@ -174,12 +238,14 @@ def sort_routes(expert_ids_TK: Tensor, num_experts: int, *, kernels: bool = Fals
     place = torch.empty_like(order)
     place[order] = torch.arange(order.numel(), device=flat.device)
     in_order = valid[order]
+    offsets = make_offsets(counts[:num_experts])
     return SortedRoutes(
         row_token=torch.where(in_order, order // max(top_k, 1), -1).int(),
         row_slot=torch.where(in_order, order, -1).int(),
         positions=torch.where(valid, place, -1).int().view(num_tokens, top_k),
         counts=counts[:num_experts],
-        offsets=make_offsets(counts[:num_experts]),
+        offsets=offsets,
+        bound=offsets[num_experts:],
     )
 
 

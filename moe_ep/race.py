@@ -16,6 +16,7 @@ import functools
 import random
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from .debug import debug
 LONGEST_S = 0.002  # a few times what a layer's communication takes: no race needs more, and a test has thousands
 _CYCLES_PER_S = 2e9  # of a GPU's clock, about
 ALL_ONES = 255
+_nothing = contextlib.nullcontext()
 
 Begin = Callable[[Tensor], list[Any]]
 
@@ -79,15 +81,17 @@ def _race(seed: int, rank: int, group_name: str) -> Race:
     return Race(seed, rank)
 
 
-@contextlib.contextmanager
-def delays_around(group: dist.ProcessGroup | None) -> Iterator[None]:
+def delays_around(group: dist.ProcessGroup | None) -> AbstractContextManager[None]:
     """Hold up the current CUDA stream before and behind what is issued inside."""
     race = race_of(group)
-    if race is not None:
-        race.sleep_on_stream()
+    return _nothing if race is None else _delayed(race)
+
+
+@contextlib.contextmanager
+def _delayed(race: Race) -> Iterator[None]:
+    race.sleep_on_stream()
     yield
-    if race is not None:
-        race.sleep_on_stream()
+    race.sleep_on_stream()
 
 
 def begin_late(out: Tensor, begin: Begin, group: dist.ProcessGroup | None) -> list[Any]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -64,6 +63,18 @@ def making(*, at_launch: bool, at_arrival: bool) -> Iterator[None]:
         _waits.at_launch, _waits.at_arrival = before
 
 
+# what was current before, by device and handle: torch makes a new object at every question
+_known: dict[tuple[int, int], Any] = {}
+
+
+def _current_stream(index: int) -> Any:
+    key = index, torch._C._cuda_getCurrentRawStream(index)
+    stream = _known.get(key)
+    if stream is None:
+        stream = _known[key] = torch.cuda.current_stream(index)
+    return stream
+
+
 class InFlight:
     """One launched communication: its results are valid on the caller's stream only after `wait`."""
 
@@ -100,7 +111,7 @@ class InFlight:
 
     def _wait(self) -> None:
         if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
+            _current_stream(torch.cuda.current_device()).wait_event(self._event)
         try:
             for work in self._works:
                 work.wait()
@@ -116,6 +127,7 @@ class InFlight:
                 if self.alarm is not None:
                     self.alarm.watch_for(self._event.query)
                 self._event.synchronize()
+            self._event = None  # over: no stream needs to wait for it any more
         return self.wait()
 
     def has_ended(self) -> bool:
@@ -149,6 +161,8 @@ class CommStream:
         self.device, self.group = device, group
         # -1 is a high priority in CUDA's numbering; a waiting kernel then goes before compute's queued blocks
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        # of the caller, for the comm stream to wait for; used again, since launches come one after the other
+        self._issued = torch.cuda.Event() if device.type == "cuda" else None
 
     def launch(self, what: str, fn: Launch, keep: Sequence[Any] = ()) -> InFlight:
         """Run `fn`, which allocates its outputs and starts collectives, beside the caller's stream.
@@ -169,8 +183,9 @@ class CommStream:
             order.enter(what, "" if self.group is None else self.group.group_desc, keep)
         if alarm is None:
             return self._launch(what, fn, keep)
-        with alarm.launching():
-            flight = self._launch(what, fn, keep)
+        noted = alarm.noted
+        flight = self._launch(what, fn, keep)
+        alarm.launched(since=noted)
         flight.alarm = alarm
         return flight
 
@@ -188,13 +203,23 @@ class CommStream:
         if self.stream is None:
             results, works = fn()
             return InFlight(what, results, works, None, keep, self.group)
+        # what the context managers of torch do, without asking for the current stream and device time and again
+        if torch.cuda.current_device() != self.device.index:
+            with torch.cuda.device(self.device):
+                return self.issue(what, fn, keep)
+        caller = _current_stream(self.device.index)
         if _waits.at_launch:
-            self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
+            assert self._issued is not None, "no event"
+            self._issued.record(caller)
+            self.stream.wait_event(self._issued)
+        torch.cuda.set_stream(self.stream)
+        try:
             with delays_around(self.group):
                 results, works = fn()
             event = torch.cuda.Event()
             event.record(self.stream)
+        finally:
+            torch.cuda.set_stream(caller)
         return InFlight(what, results, works, event, keep, self.group)
 
 
@@ -247,6 +272,24 @@ class Lane:
         return self.event is None or self.event.query()
 
 
+class Loan:
+    """Returns a lane to its pool, once."""
+
+    __slots__ = ("_free", "_lane")
+
+    def __init__(self, free: list[Lane], lane: Lane) -> None:
+        self._free = free
+        self._lane: Lane | None = lane
+
+    def __call__(self) -> None:
+        """Return it."""
+        lane, self._lane = self._lane, None
+        if lane is not None:
+            self._free.append(lane)
+
+    __del__ = __call__
+
+
 class LanePool:
     """Lanes of one dispatcher. A lane comes back when its ticket is done or dies, whatever stage that is in."""
 
@@ -255,8 +298,8 @@ class LanePool:
         self._free: list[Lane] = []
         self.num_lanes = 0
 
-    def borrow(self, owner: object, device: torch.device) -> tuple[Lane, Callable[[], Any]]:
-        """A lane for `owner`, and the function that returns it (also called when the owner dies)."""
+    def borrow(self, device: torch.device) -> tuple[Lane, Loan]:
+        """A lane, and the loan that returns it when it is called, or when nobody holds it any more."""
         lane = next((lane for lane in self._free if lane.idle()), None)
         if lane is None:
             lane = Lane(self._num_ints, device.type == "cuda")
@@ -265,7 +308,7 @@ class LanePool:
             self._free.remove(lane)
         if debug().race_seed is not None:
             lane.host.fill_(-1)  # what is read too early must not look right
-        return lane, weakref.finalize(owner, self._free.append, lane)
+        return lane, Loan(self._free, lane)
 
     @property
     def num_free(self) -> int:

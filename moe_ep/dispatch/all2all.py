@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..config import DispatchConfig
 from ..faults import NUM_WORDS, Fault, count_message, place_of, raise_faults
-from ..permute import ExpertInput, SortedRoutes, gather_rows, regroup, sort_routes, sum_rows
+from ..permute import ExpertInput, SortedRoutes, gather_routes, gather_rows, regroup, sort_routes, sum_rows
 from ..routing import Routing
 from ..streams import InFlight
 from .base import Dispatcher
@@ -21,23 +21,24 @@ from .ticket import Ticket
 from .transfer import AllToAllRows, Flight, all_to_all, finish, start
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class All2AllState:
-    """Sorted routes and the counts on their way; then the splits; then how received rows become expert rows."""
+    """Sorted routes and the counts on their way; then the splits; then how received rows become expert rows.
+
+    Attributes:
+        send, recv: rows to and from each rank.
+        host_counts: rows of each local expert.
+    """
 
     routes: SortedRoutes
     counts_RL: Tensor
     early: InFlight | None = None
     flight: Flight | None = None
     send: tuple[int, ...] = ()
-    recv_RL: tuple[tuple[int, ...], ...] = ()
+    recv: tuple[int, ...] = ()
+    host_counts: tuple[int, ...] = ()
     order: Tensor | None = None
     places: Tensor | None = None
-
-    @property
-    def recv(self) -> list[int]:
-        """Rows from each rank."""
-        return [sum(row) for row in self.recv_RL]
 
 
 @register_dispatcher("all2all")
@@ -61,6 +62,7 @@ class All2All(Dispatcher):
         num_ranks = 1 if group is None else group.size()
         self.num_lane_ints = 2 * num_ranks * (config.num_experts // num_ranks + NUM_WORDS)
         super().__init__(config, group)
+        self._ones = [1] * num_ranks
 
     def _dispatch_preprocess(self, ticket: Ticket, x_TH: Tensor, routing: Routing) -> None:
         routes = sort_routes(routing.expert_ids, self.config.num_experts, kernels=self.kernels)
@@ -71,11 +73,7 @@ class All2All(Dispatcher):
             message = count_message(routes.counts, routes.num_bad, routing, place, self.num_ranks)
         early, counts_RL = self._send_counts(ticket, message)
         ticket.state = All2AllState(routes=routes, counts_RL=counts_RL, early=early)
-        slots = routes.positions.view(-1, 1)
-        ticket.payload = (
-            gather_rows(x_TH, routes.row_token, routes.positions, bound=routes.bound, kernels=self.kernels),
-            gather_rows(routing.weights.reshape(-1), routes.row_slot, slots, bound=routes.bound, kernels=self.kernels),
-        )
+        ticket.payload = gather_routes(x_TH, routing.weights, routes, kernels=self.kernels)
 
     def _message(self, ticket: Ticket, counts_E: Tensor, status: Tensor) -> Tensor:
         """int64 [2, R, L + 3]: [0] what goes to each expert of each rank, and this rank's status and place."""
@@ -93,12 +91,11 @@ class All2All(Dispatcher):
             [R, L] on the device, valid behind it.
         """
         sent, received = message.unbind()
-        ones = [1] * self.num_ranks
         comm = self.early(message.device)
 
         def exchange() -> tuple[tuple[Tensor, ...], list[object]]:
-            works = all_to_all(received, sent, ones, ones, comm.group)
-            if message.device.type != "cuda":
+            works = all_to_all(received, sent, self._ones, self._ones, comm.group)
+            if not message.is_cuda:
                 return (message,), works
             assert ticket.lane is not None, "no lane"
             ticket.lane.host.copy_(message.view(-1), non_blocking=True)
@@ -113,7 +110,7 @@ class All2All(Dispatcher):
         if self.num_ranks == 1:
             return
         if self.num_lane_ints:
-            ticket.lend(*self.lanes.borrow(ticket, device))
+            ticket.lend(*self.lanes.borrow(device))
         counts = torch.zeros(self.config.num_experts, dtype=torch.int64, device=device)
         status = torch.tensor([int(code), value], device=device)
         self._send_counts(ticket, self._message(ticket, counts, status))[0].wait_on_host()
@@ -121,40 +118,42 @@ class All2All(Dispatcher):
     def _dispatch(self, ticket: Ticket) -> None:
         state: All2AllState = ticket.state
         assert state.early is not None, "no counts"
-        num_ranks, width = self.num_ranks, self.num_local + NUM_WORDS
+        width = self.num_local + NUM_WORDS
         flat = self.read_ints(ticket, state.early)
-        rows = [tuple(flat[i * width : (i + 1) * width]) for i in range(2 * num_ranks)]
-        sent, received = rows[:num_ranks], rows[num_ranks:]
-        raise_faults(
-            [row[-NUM_WORDS:] for row in received], self.rank, ticket.where, self.config.num_experts, place=ticket.place
-        )
-        send = tuple(sum(row[:-NUM_WORDS]) for row in sent)
-        state = replace(state, early=None, send=send, recv_RL=tuple(row[:-NUM_WORDS] for row in received))
-        num_sent, num_received = state.routes.row_token.numel(), sum(state.recv)
-        transfer = AllToAllRows(self.group, list(send), state.recv, num_sent, num_received)
-        flight = Flight(transfer, self.comm(ticket.payload[0].device), f"dispatch of {ticket.where}")
-        ticket.payload = start(flight, *ticket.payload)
-        ticket.state = replace(state, flight=flight)
+        rows = [flat[i : i + width] for i in range(0, len(flat), width)]
+        sent, received = rows[: self.num_ranks], rows[self.num_ranks :]
+        words = [row[-NUM_WORDS:] for row in received]
+        raise_faults(words, self.rank, ticket.where, self.config.num_experts, place=ticket.place)
+        recv_RL = [row[:-NUM_WORDS] for row in received]
+        send, recv = [sum(row[:-NUM_WORDS]) for row in sent], [sum(row) for row in recv_RL]
+        transfer = AllToAllRows(self.group, send, recv, ticket.payload[0].shape[0], sum(recv))
+        state.flight = Flight(transfer, self.comm(ticket.payload[0].device), f"dispatch of {ticket.where}")
+        ticket.payload = start(state.flight, *ticket.payload)
+        # with the rows on their way there is time for the rest
+        state.early, state.send, state.recv = None, tuple(send), tuple(recv)
+        state.host_counts = tuple(map(sum, zip(*recv_RL, strict=True)))
 
     def _dispatch_postprocess(self, ticket: Ticket) -> ExpertInput:
         state: All2AllState = ticket.state
         assert state.flight is not None, "no flight"
-        source_UH, weights_U = finish(state.flight, *ticket.payload)
-        ticket.payload = ()
-        host_counts = tuple(map(sum, zip(*state.recv_RL, strict=True)))
-        order, places, offsets, tokens = regroup(state.counts_RL, sum(host_counts), kernels=self.kernels)
-        ticket.state = replace(state, flight=None, order=order, places=places)
+        num_rows = sum(state.recv)
+        # needs the counts alone, so that it runs beside the rows
+        order, places, offsets, tokens = regroup(state.counts_RL, num_rows, kernels=self.kernels)
+        source_UH, weights_N = finish(state.flight, *ticket.payload)
+        positions = None
+        if order is not None and places is not None:
+            positions = places.view(-1, 1)
+            weights_N = gather_rows(weights_N, order, positions, kernels=self.kernels)
+        ticket.payload, state.flight, state.order, state.places = (), None, order, places
         return ExpertInput(
             source=source_UH,
             row_index=order,
-            positions=None if places is None else places.view(-1, 1),
-            row_weights=weights_U
-            if order is None or places is None
-            else gather_rows(weights_U, order, places.view(-1, 1), kernels=self.kernels),
+            positions=positions,
+            row_weights=weights_N,
             offsets=offsets,
             tokens_per_expert=tokens,
-            capacity=sum(host_counts),
-            host_counts=host_counts,
+            capacity=num_rows,
+            host_counts=state.host_counts,
             kernels=self.kernels,
         )
 
@@ -166,11 +165,11 @@ class All2All(Dispatcher):
 
     def _combine(self, ticket: Ticket) -> None:
         state: All2AllState = ticket.state
-        num_sent, num_received = state.routes.row_token.numel(), sum(state.recv)
-        transfer = AllToAllRows(self.group, state.recv, list(state.send), num_received, num_sent)
-        flight = Flight(transfer, self.comm(ticket.payload[0].device), f"combine of {ticket.where}")
-        ticket.payload = start(flight, *ticket.payload)
-        ticket.state = replace(state, flight=flight, order=None, places=None)
+        num_sent, num_received = state.routes.row_token.shape[0], ticket.num_rows
+        transfer = AllToAllRows(self.group, list(state.recv), list(state.send), num_received, num_sent)
+        state.flight = Flight(transfer, self.comm(ticket.payload[0].device), f"combine of {ticket.where}")
+        ticket.payload = start(state.flight, *ticket.payload)
+        state.order = state.places = None
 
     def _combine_postprocess(self, ticket: Ticket) -> Tensor:
         state: All2AllState = ticket.state

@@ -38,6 +38,7 @@ from .twin import open_twin
 from .waits import stage_waits
 
 T = TypeVar("T")
+_nothing = contextlib.nullcontext()
 
 
 class Dispatcher(ABC):
@@ -175,7 +176,7 @@ class Dispatcher(ABC):
             raise told
         ticket.num_tokens, self._device = x_TH.shape[0], x_TH.device
         if self.num_lane_ints:
-            ticket.lend(*self.lanes.borrow(ticket, x_TH.device))
+            ticket.lend(*self.lanes.borrow(x_TH.device))
         row_bytes = x_TH.shape[1] * x_TH.element_size()
         ticket.note_layout(routing.expert_ids, self.config.num_experts, self.num_ranks, self.rank, row_bytes)
         self._run(ticket, Stage.DISPATCH_PREPROCESS, lambda: self._dispatch_preprocess(ticket, x_TH, routing))
@@ -346,9 +347,10 @@ class Dispatcher(ABC):
         self._tickets.add(ticket)
 
     def _run(self, ticket: Ticket, stage: Stage, fn: Callable[[], T]) -> T:
-        noted = contextlib.nullcontext() if self._order is None else in_stage(stage.label)
+        waits = stage_waits(ticket, stage)
+        noted = _nothing if self._order is None else in_stage(stage.label)
         try:
-            with stage_range(stage.label, ticket.layer, ticket.micro_batch), stage_waits(ticket, stage), noted:
+            with stage_range(stage.label, ticket.layer, ticket.micro_batch), waits, noted:
                 result = fn()
         except BaseException as err:
             ticket.release()
@@ -375,7 +377,9 @@ class Dispatcher(ABC):
     def _find_fault(self, x_TH: Tensor, routing: Routing) -> tuple[Fault, int, MoEError] | None:
         """What the host can see to be wrong without a sync."""
         try:
-            check_input(self.config, self.capabilities, self.group, x_TH, routing)
+            # a device that the group has served before is not looked up again
+            known = isinstance(x_TH, Tensor) and x_TH.device == self._device
+            check_input(self.config, self.capabilities, None if known else self.group, x_TH, routing)
         except InputError as err:
             return Fault.BAD_INPUT, 0, err
         except MoEError as err:

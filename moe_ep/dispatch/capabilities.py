@@ -128,21 +128,22 @@ def check_input(
         raise InputError(f"x must be a dense tensor and routing a Routing, got {what} and {type(routing).__name__}")
     if x_TH.dim() != 2 or x_TH.shape[1] != hidden:
         raise InputError(f"x must be [T, {hidden}] (hidden_size), got {tuple(x_TH.shape)}")
+    device = x_TH.device
     if x_TH.dtype != getattr(torch, config.dtype):
         raise InputError(f"x is {x_TH.dtype}, the dispatcher was built for {config.dtype}; cast x or change dtype")
-    if x_TH.device.type not in caps.devices:
+    if device.type not in caps.devices:
         raise InputError(f"x is on {x_TH.device}, {config.name!r} serves {', '.join(caps.devices)}")
-    if group is not None and group.size() > 1 and not group_serves(group, x_TH.device):
+    if group is not None and group.size() > 1 and not group_serves(group, device):
         raise InputError(
             f"x is on {x_TH.device}, but the process group has no back end for it; "
             "init_process_group with 'nccl' for cuda, 'gloo' for cpu"
         )
-    if config.kernels == "cuda" and x_TH.device.type != "cuda":
+    if config.kernels == "cuda" and device.type != "cuda":
         raise InputError(f"x is on {x_TH.device}, kernels = 'cuda' move rows on a GPU only; set kernels = 'auto'")
     ids = routing.expert_ids
     if tuple(ids.shape) != (x_TH.shape[0], config.top_k):
         raise InputError(f"expert_ids must be [{x_TH.shape[0]}, {config.top_k}] (T, top_k), got {tuple(ids.shape)}")
-    if ids.device != x_TH.device:
+    if ids.device != device:
         raise InputError(f"expert_ids are on {ids.device}, x on {x_TH.device}; put both on one device")
     if routing.num_experts != config.num_experts:
         raise InputError(f"the routing has {routing.num_experts} experts, the dispatcher {config.num_experts}")

@@ -155,7 +155,7 @@ class DeepEP(Dispatcher):
         return Words(self.words(ticket, status.long()), ticket.lane.host, self.ep_group)
 
     def _announce(self, ticket: Ticket, device: torch.device, code: Fault, value: int) -> None:
-        ticket.lend(*self.lanes.borrow(ticket, self.device))
+        ticket.lend(*self.lanes.borrow(self.device))
         shape = (1, self.config.top_k)
         ids = torch.full(shape, NO_ROUTE, device=self.device)
         x_TH = torch.zeros((1, self.config.hidden_size), dtype=self.dtype, device=self.device)

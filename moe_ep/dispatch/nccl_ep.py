@@ -195,7 +195,7 @@ class NcclEp(Dispatcher):
 
     def _announce(self, ticket: Ticket, device: torch.device, code: Fault, value: int) -> None:
         if self.num_lane_ints:
-            ticket.lend(*self.lanes.borrow(ticket, device))
+            ticket.lend(*self.lanes.borrow(device))
         ids = torch.full((1, self.config.top_k), NO_ROUTE, device=device)
         self._mode().announce(ticket, ids, torch.tensor([int(code), value], device=device))
         if ticket.state.told is not None:

@@ -32,7 +32,10 @@ class Stage(enum.IntEnum):
     @property
     def label(self) -> str:
         """The method's name."""
-        return self.name.lower()
+        return _LABELS[self]
+
+
+_LABELS = {stage: stage.name.lower() for stage in Stage}
 
 
 class Ticket:
@@ -45,7 +48,9 @@ class Ticket:
         stage: the last stage passed.
         payload: tensors in flight between two stages. Whoever carries them elsewhere in between (a pending output
             that a framework looks through) puts them back before the next stage.
-        state: the back end's own frozen record.
+        state: the back end's own record.
+        where: layer and micro-batch, for messages.
+        place: layer and micro-batch as one int, which ranks compare.
         lane: what the micro-batch borrowed; it goes back when the ticket is done, fails or dies.
         waits: of the waits between streams those that its stages make; None: all.
     """
@@ -61,9 +66,11 @@ class Ticket:
         "num_tokens",
         "owner",
         "payload",
+        "place",
         "stage",
         "state",
         "waits",
+        "where",
     )  # fmt: skip
 
     def __init__(
@@ -72,6 +79,7 @@ class Ticket:
         self.owner = owner
         self.layer = layer
         self.micro_batch = micro_batch
+        self.where, self.place = f"layer {layer}, micro-batch {micro_batch}", place_of(layer, micro_batch)
         self.stage = Stage.NEW
         self.num_tokens = 0
         self.num_rows = 0
@@ -81,16 +89,6 @@ class Ticket:
         self.waits = waits
         self._return_lane: Callable[[], Any] | None = None
         self._layout_args: tuple[Any, ...] | None = None
-
-    @property
-    def where(self) -> str:
-        """Layer and micro-batch, for messages."""
-        return f"layer {self.layer}, micro-batch {self.micro_batch}"
-
-    @property
-    def place(self) -> int:
-        """Layer and micro-batch as one int, which ranks compare."""
-        return place_of(self.layer, self.micro_batch)
 
     def expect(self, called: Stage) -> None:
         """Refuse a stage out of order.

@@ -18,8 +18,9 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import AllToAllOptions
 
-from ..alarm import alarm_of
+from ..alarm import alarm_of, find_alarm
 from ..calls import Call, Kind
 from ..errors import ProtocolError
 from ..order import order_of
@@ -29,6 +30,13 @@ from ..streams import CommStream, InFlight, any_stream, is_async
 Tensors = tuple[Tensor, ...]
 # torch 2.13 renamed all_gather_into_tensor
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# the same of the group's own method, which is called without torch's wrapper
+_all_to_all_of_group = getattr(dist.ProcessGroup, "all_to_all_single", None) or dist.ProcessGroup.alltoall_base
+_OPTIONS = AllToAllOptions(), AllToAllOptions()
+for _async_op, _options in enumerate(_OPTIONS):
+    _options.asyncOp = bool(_async_op)
+with torch.inference_mode(False):
+    _anchor = torch.empty(0, requires_grad=True, device="cpu")  # what makes a node of every start
 
 
 class Transfer(Protocol):
@@ -61,9 +69,7 @@ class Flight:
         """Send the payload; the results are not valid yet."""
         sent = tuple(t.contiguous() for t in payload)
         self._forward = self._comm.launch(self._what, lambda: self.transfer.forward(sent), keep=sent)
-        # Autograd hangs its node, which owns this flight, on the tensors returned. Were they the ones that the works in
-        # flight hold, nobody could ever free a ticket abandoned here: Python's collector does not see that cycle.
-        return tuple(t.detach() for t in self._forward.results)
+        return self._forward.results
 
     def wait_forward(self) -> None:
         """Make the results valid on the caller's stream."""
@@ -89,7 +95,9 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, flight: Flight, anchor: Tensor, *payload: Tensor) -> Tensors:
         ctx.flight = flight
-        return flight.launch_forward(payload)
+        # Autograd hangs its node, which owns this flight, on the tensors returned. Were they the ones that the works in
+        # flight hold, nobody could ever free a ticket abandoned here: Python's collector does not see that cycle.
+        return tuple(t.detach() for t in flight.launch_forward(payload))
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
@@ -103,7 +111,7 @@ class _Finish(torch.autograd.Function):
     def forward(ctx: Any, flight: Flight, *received: Tensor) -> Tensors:
         ctx.flight = flight
         flight.wait_forward()
-        return tuple(t.view_as(t) for t in received)
+        return received
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -127,12 +135,19 @@ def start(flight: Flight, *payload: Tensor) -> Tensors:
     Where gradients are recorded at all, both nodes exist whatever the payload asks for: whether this rank's x needs a
     gradient is a local matter, and a backward that ran on some ranks only would leave the others waiting.
     """
-    return _Start.apply(flight, torch.empty(0, requires_grad=torch.is_grad_enabled()), *payload)
+    if not torch.is_grad_enabled():
+        return flight.launch_forward(payload)
+    started: Tensors = _Start.apply(flight, _anchor, *payload)
+    return started
 
 
 def finish(flight: Flight, *received: Tensor) -> Tensors:
     """Wait; returns the received tensors, valid on the caller's stream."""
-    return _Finish.apply(flight, *received)
+    if not torch.is_grad_enabled():
+        flight.wait_forward()
+        return received
+    finished: Tensors = _Finish.apply(flight, *received)
+    return finished
 
 
 class AllToAllRows:
@@ -161,9 +176,12 @@ class AllToAllRows:
 
     def _exchange(self, tensors: Tensors, send: list[int], recv: list[int], rows: int) -> tuple[Tensors, list[Any]]:
         received, works = [], []
+        num_sent, num_received = sum(send), sum(recv)
         for tensor in tensors:
             out = tensor.new_empty((rows, *tensor.shape[1:]))
-            works += all_to_all(out[: sum(recv)], tensor[: sum(send)], recv, send, self.group)
+            target = out if num_received == rows else out[:num_received]
+            given = tensor if num_sent == tensor.shape[0] else tensor[:num_sent]
+            works += all_to_all(target, given, recv, send, self.group)
             received.append(out)
         return tuple(received), works
 
@@ -219,9 +237,8 @@ def all_to_all(
             out.copy_(tensor)
             return []
         _note(group, "all_to_all", tensor, send, recv)
-        apart = is_async(tensor.device)
-        with _own_error():
-            work = dist.all_to_all_single(_raw(out), _raw(tensor), recv, send, group=group, async_op=apart)
+        apart = not tensor.is_cuda
+        work = _all_to_all_single(_raw(out), _raw(tensor), recv, send, group=group, async_op=apart)
         return [] if work is None else [work]
 
     return begin_late(out, begin, group)
@@ -243,6 +260,17 @@ def all_gather(out: Tensor, tensor: Tensor, group: dist.ProcessGroup | None) -> 
         return [] if work is None else [work]
 
     return begin_late(out, begin, group)
+
+
+def _all_to_all_single(
+    out: Tensor, tensor: Tensor, recv: list[int], send: list[int], *, group: dist.ProcessGroup, async_op: bool = False
+) -> Any:
+    """`torch.distributed.all_to_all_single` without what it looks up and checks at every call."""
+    work = _all_to_all_of_group(group, out, tensor, recv, send, _OPTIONS[async_op])
+    if async_op or work is None:
+        return work
+    work.wait()  # on the comm stream: holds up nobody
+    return None
 
 
 @contextlib.contextmanager
@@ -276,7 +304,7 @@ def start_call(group: dist.ProcessGroup, call: Call | None, device: torch.device
             if is_gather:
                 work = _all_gather_single(received, sent, group=group, async_op=is_async(device))
             else:
-                work = dist.all_to_all_single(received, sent, recv, send, group=group, async_op=is_async(device))
+                work = _all_to_all_single(received, sent, recv, send, group=group, async_op=is_async(device))
         return (received, sent), [] if work is None else [work]
 
     if device.type != "cuda":
@@ -286,12 +314,13 @@ def start_call(group: dist.ProcessGroup, call: Call | None, device: torch.device
 
 
 def _note(group: dist.ProcessGroup, kind: Kind, tensor: Tensor, send: Sequence[int], recv: Sequence[int]) -> None:
-    row_bytes = tensor.element_size() * math.prod(tensor.shape[1:])
-    call = Call(kind, tensor.device.type, row_bytes, send, recv)
-    alarm_of(group, start_call).note(group, call, tensor.device)
+    alarm, device = find_alarm(group) or alarm_of(group, start_call), tensor.device
+    alarm.note(group, Call(kind, device.type, tensor.element_size() * math.prod(tensor.shape[1:]), send, recv), device)
 
 
 def _raw(tensor: Tensor) -> Tensor:
     # rows as bytes where a row has more than one element: moving needs no arithmetic type, and not every
-    # process group offers every floating type
-    return tensor.view(torch.uint8) if tensor.dim() > 1 and tensor.element_size() > 1 else tensor
+    # process group on CPU offers every floating type
+    if tensor.is_cuda or tensor.dim() == 1 or tensor.element_size() == 1:
+        return tensor
+    return tensor.view(torch.uint8)

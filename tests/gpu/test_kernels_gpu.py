@@ -284,11 +284,11 @@ def test_ops_obey_their_schemas_and_fakes() -> None:
     bound = torch.tensor([7], dtype=torch.int32, device="cuda")
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(
-        gather_rows, (torch.randn(5, 64, device="cuda"), row_index, positions, None), test_utils=tests
+        gather_rows.op, (torch.randn(5, 64, device="cuda"), row_index, positions, None), test_utils=tests
     )
-    torch.library.opcheck(sum_rows, (torch.randn(12, 64, device="cuda"), positions, bound), test_utils=tests)
-    torch.library.opcheck(sort_routes, (ids_of("bad", 9, 3, 5).cuda(), 5, 4), test_utils=tests)
-    torch.library.opcheck(regroup_rows, (torch.tensor([[1, 2], [0, 4]], device="cuda"), 7, 2), test_utils=tests)
+    torch.library.opcheck(sum_rows.op, (torch.randn(12, 64, device="cuda"), positions, bound), test_utils=tests)
+    torch.library.opcheck(sort_routes.op, (ids_of("bad", 9, 3, 5).cuda(), 5, 4), test_utils=tests)
+    torch.library.opcheck(regroup_rows.op, (torch.tensor([[1, 2], [0, 4]], device="cuda"), 7, 2), test_utils=tests)
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32), ids=str)

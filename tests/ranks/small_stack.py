@@ -164,7 +164,7 @@ def slow_collectives(delay_s: float, counts_delay_s: float | None = None) -> Ite
         return start
 
     with (
-        mock.patch.object(dist, "all_to_all_single", slow(dist.all_to_all_single)),
+        mock.patch.object(transfer, "_all_to_all_single", slow(transfer._all_to_all_single)),
         mock.patch.object(transfer, "_all_gather_single", slow(transfer._all_gather_single)),
     ):
         yield works

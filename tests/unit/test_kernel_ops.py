@@ -103,16 +103,16 @@ def test_the_message_carries_counts_and_the_gravest_fault(bad_ids: int, bad_toke
 def test_ops_obey_their_schemas_and_fakes(tests: tuple[str, ...]) -> None:
     index, positions = torch.tensor([1, -1, 0]), torch.tensor([[2, -1], [0, -1]])
     check = torch.library.opcheck
-    check(gather_rows, (torch.randn(2, 5), index, positions, None), test_utils=tests)
-    check(sum_rows, (torch.randn(3, 5), positions, torch.tensor([2], dtype=torch.int32)), test_utils=tests)
-    check(sort_routes, (torch.tensor([[0, 4], [-1, 2]]), 3, 4), test_utils=tests)
-    check(count_message, (torch.arange(4), [torch.tensor(2)], [7], 0, 5, 2), test_utils=tests)
-    check(regroup_rows, (torch.tensor([[1, 2], [0, 4]]), 7, 2), test_utils=tests)
+    check(gather_rows.op, (torch.randn(2, 5), index, positions, None), test_utils=tests)
+    check(sum_rows.op, (torch.randn(3, 5), positions, torch.tensor([2], dtype=torch.int32)), test_utils=tests)
+    check(sort_routes.op, (torch.tensor([[0, 4], [-1, 2]]), 3, 4), test_utils=tests)
+    check(count_message.op, (torch.arange(4), [torch.tensor(2)], [7], 0, 5, 2), test_utils=tests)
+    check(regroup_rows.op, (torch.tensor([[1, 2], [0, 4]]), 7, 2), test_utils=tests)
     weights, bound = torch.rand(3), torch.tensor([2], dtype=torch.int32)
-    check(swiglu, (torch.randn(3, 8), weights, bound), test_utils=tests)
-    check(swiglu_backward, (torch.randn(3, 4), torch.randn(3, 8), weights, None, True, False), test_utils=tests)
-    check(scale_rows, (torch.randn(3, 8), weights, bound), test_utils=tests)
-    check(zero_tail, (torch.randn(3, 8), bound), test_utils=tests)
+    check(swiglu.op, (torch.randn(3, 8), weights, bound), test_utils=tests)
+    check(swiglu_backward.op, (torch.randn(3, 4), torch.randn(3, 8), weights, None, True, False), test_utils=tests)
+    check(scale_rows.op, (torch.randn(3, 8), weights, bound), test_utils=tests)
+    check(zero_tail.op, (torch.randn(3, 8), bound), test_utils=tests)
 
 
 @pytest.mark.parametrize("needs", [(True, True, True), (True, False, True), (False, True, True)])
