@@ -28,7 +28,7 @@ from torch._C._distributed_c10d import PrefixStore
 from .calls import Call, CallLog
 from .errors import PeerError, lost_peer
 from .peers import is_everywhere, is_lost_peer, mark_everywhere
-from .settlement import Outcome, Party, Settlement, Started, is_raised
+from .settlement import Outcome, Party, Settlement, Started, first_error
 
 _SPIN_S, _NAP_S = 0.05, 0.001  # how long a host looks for a GPU without a pause, as CUDA's own waits do; how often else
 PERIOD_S = 0.2  # how often a rank looks whether another has failed
@@ -197,7 +197,7 @@ class Alarm:
             while not self._closed and self.given_up is None and self._groups[0]() is not None:
                 self._wake.wait(PERIOD_S)
                 self._wake.clear()
-                if self.party.error is not None or is_raised(self._store, self.generation):
+                if self.party.error is not None or first_error(self._store, self.generation):
                     self._settle(self.generation)
         except Exception as err:  # whatever it is, the rank's own thread must not wait for this one
             self._closed = True
@@ -206,7 +206,7 @@ class Alarm:
 
     def _settle(self, generation: int) -> None:
         settlement = Settlement(self._store, generation, self.party, self._make_up)
-        self._outcome = Outcome(settlement.errors(), False)
+        self._outcome = Outcome(first_error(self._store, generation), False)
         self.told = True
         outcome = settlement.run()
         if outcome.met:

@@ -13,6 +13,8 @@ _LOST = re.compile(
     r"remote process exited|watchdog|socket",
     re.IGNORECASE,
 )
+# how gloo's own errors begin; a wider net would catch errors of this rank that speak of a socket or a timeout
+_GLOO = re.compile(r"\[\S+\.cc:\d+\] ")
 _EVERYWHERE = "raised_on_all_ranks"
 _EARLY_STOP = "_StopRecomputationError"  # how torch's activation checkpoint leaves its second pass; nothing failed
 
@@ -36,7 +38,8 @@ def mark_everywhere(err: Exception) -> None:
 
 def is_everywhere(err: BaseException) -> bool:
     """Whether the other ranks raise too: by agreement, because they were told, or because a rank is gone."""
-    return isinstance(err, PeerError) or getattr(err, _EVERYWHERE, False) or is_early_stop(err) or is_lost_peer(err)
+    collective = isinstance(err, dist.DistError) or (type(err) is RuntimeError and _GLOO.match(str(err)) is not None)
+    return collective or isinstance(err, PeerError) or is_early_stop(err) or getattr(err, _EVERYWHERE, False)
 
 
 def is_early_stop(err: BaseException) -> bool:

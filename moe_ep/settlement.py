@@ -70,16 +70,21 @@ class Outcome(NamedTuple):
 
 
 class _State(NamedTuple):
-    """What a rank says of itself: whether it has stopped, is done, and how many collectives it has started."""
+    """What a rank says of itself: whether it has stopped, is done, how many collectives it has started, its error."""
 
     stopped: bool
     done: bool
     counts: list[int]
+    error: str | None
 
 
-def is_raised(store: Store, generation: int) -> bool:
-    """Whether a rank has said that it fails."""
-    return bool(_numbered(store, generation).check([_RAISED]))
+def first_error(store: Store, generation: int) -> dict[int, str]:
+    """A rank that has said that it fails, and why; empty: none has."""
+    store = _numbered(store, generation)
+    if not store.check([_RAISED]):
+        return {}
+    rank, error = json.loads(store.get(_RAISED))
+    return {rank: error}
 
 
 def _numbered(store: Store, generation: int) -> Store:
@@ -90,6 +95,7 @@ class Settlement:
     """One attempt to end together, the `generation`-th of the group."""
 
     def __init__(self, store: Store, generation: int, party: Party, make_up: MakeUp) -> None:
+        self._whole_store, self._generation = store, generation
         self.store = _numbered(store, generation)
         self.party, self.make_up = party, make_up
         self.made = [0] * len(party.logs)  # made up for, beyond what this rank had started
@@ -102,7 +108,6 @@ class Settlement:
         """Until all have met, or nothing has moved for `patience_s`."""
         before: Any = None
         while True:
-            self._tell_error()
             states = self._states()
             self._publish_calls(states)
             if self.party.stopped:
@@ -111,34 +116,31 @@ class Settlement:
                 before, deadline = (states, self.made[:]), time.monotonic() + patience_s
             all_done = all(state is not None and state.done for state in states)
             if all_done or time.monotonic() > deadline or self.store.check(["verdict"]):
-                return Outcome(self.errors(), self._verdict(all_done and not self.party.unlogged, patience_s))
-            time.sleep(_POLL_S)
+                met = self._verdict(all_done and not self.party.unlogged, patience_s)
+                return Outcome(self._errors(states), met)
+            time.sleep(_POLL_S * max(1, self.party.num_ranks / 16))
 
-    def _tell_error(self) -> None:
-        if self.party.error is not None:
-            self._set(f"error/{self.party.rank}", self.party.error)
-            self._set(_RAISED, "1")
-
-    def errors(self) -> dict[int, str]:
-        """What ranks have said so far."""
-        ranks = [rank for rank in range(self.party.num_ranks) if self.store.check([f"error/{rank}"])]
-        return {rank: self.store.get(f"error/{rank}").decode() for rank in ranks}
+    def _errors(self, states: Sequence[_State | None]) -> dict[int, str]:
+        told = {rank: state.error for rank, state in enumerate(states) if state is not None and state.error is not None}
+        return first_error(self._whole_store, self._generation) | told
 
     def _states(self) -> list[_State | None]:
-        """Of all ranks, this one first told."""
+        """Of all ranks, this one's told first; those of the others once they are all there."""
         stopped = self.party.stopped  # before the counts: a rank that has stopped counts no further
-        counts = [log.count for log in self.party.logs]
+        counts, error = [log.count for log in self.party.logs], self.party.error
+        if error is not None:
+            self._set(_RAISED, json.dumps([self.party.rank, error]))
         ended = self._level and all(started.has_ended() for started in self._started)
-        own = _State(stopped, ended, counts)
+        own = _State(stopped, ended, counts, error)
         text = json.dumps(own)
         if text != self._said:
             self.store.set(f"at/{self.party.rank}", text)
             self._said = text
-        return [own if rank == self.party.rank else self._state(rank) for rank in range(self.party.num_ranks)]
-
-    def _state(self, rank: int) -> _State | None:
-        key = f"at/{rank}"
-        return _State(*json.loads(self.store.get(key))) if self.store.check([key]) else None
+        keys = [f"at/{rank}" for rank in range(self.party.num_ranks)]
+        if not self.store.check(keys):
+            return [own if rank == self.party.rank else None for rank in range(self.party.num_ranks)]
+        others = [_State(*json.loads(said)) for said in self.store.multi_get(keys)]
+        return [own if rank == self.party.rank else state for rank, state in enumerate(others)]
 
     def _publish_calls(self, states: Sequence[_State | None]) -> None:
         """What another rank lacks."""
@@ -164,16 +166,17 @@ class Settlement:
     def _calls_at(self, number: int, states: Sequence[_State | None]) -> list[Call | None] | None:
         """Each rank's call at this rank's next place; None where nobody has one, or that is not known yet."""
         place = self.party.logs[number].count + self.made[number]
-        calls: list[Call | None] = []
-        for rank, state in enumerate(states):
-            key = f"call/{rank}/{number}/{place}"
-            if state is not None and state.counts[number] > place and self.store.check([key]):
-                calls.append(Call.from_json(self.store.get(key)))
-            elif state is not None and state.stopped and state.counts[number] <= place:
-                calls.append(None)
-            else:
-                return None
-        return calls if any(calls) else None
+        known = [state for state in states if state is not None]
+        has_one = [state.counts[number] > place for state in known]
+        if len(known) < len(states) or not any(has_one):
+            return None
+        if not all(has or state.stopped for has, state in zip(has_one, known, strict=True)):
+            return None
+        keys = [f"call/{rank}/{number}/{place}" for rank, has in enumerate(has_one) if has]
+        if not self.store.check(keys):
+            return None
+        said = iter(self.store.multi_get(keys))
+        return [Call.from_json(next(said)) if has else None for has in has_one]
 
     def positions(self) -> list[int]:
         """How many collectives of each log this rank has started or made up for."""

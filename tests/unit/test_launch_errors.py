@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_ep.errors import PeerError
+from moe_ep.peers import is_everywhere, mark_everywhere
 from moe_ep.streams import CommStream
 
 WHAT = "dispatch of layer 3, micro-batch 1"
@@ -39,3 +40,12 @@ def test_what_is_wrong_on_this_rank_stays_what_it_is(err: Exception) -> None:
     with pytest.raises(type(err)) as caught:
         launch(err)
     assert caught.value is err
+
+
+def test_only_what_a_collective_says_is_known_to_all_ranks() -> None:
+    gone = [PeerError("x"), dist.DistBackendError("x"), RuntimeError("[../tcp/pair.cc:534] Connection closed by peer")]
+    own = [RuntimeError("socket of the experts: timed out"), torch.OutOfMemoryError("x"), ValueError("[a.cc:1] x")]
+    assert all(is_everywhere(err) for err in gone) and not any(is_everywhere(err) for err in own)
+    for err in own:
+        mark_everywhere(err)
+    assert all(is_everywhere(err) for err in own)
