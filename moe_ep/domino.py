@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, ClassVar, overload
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -48,12 +48,14 @@ class Pending:
         base: [..., H], what is here already: the residual stream, plus shared experts or MLP.
         in_flight: the tensors of the routed experts' results on their way; not valid before `resolve`.
         ticket, dispatcher: of the micro-batch; None where nothing is under way.
+        joining: [..., H], what is added to the routed experts' result before `base` is; None: nothing.
     """
 
     base: Tensor
     in_flight: tuple[Tensor, ...] = ()
     ticket: Ticket | None = None
     dispatcher: Dispatcher | None = None
+    joining: Tensor | None = None
 
     def resolve(self) -> Tensor:
         """Wait for the combine and add it up: the layer's output [..., H]. Once for each pending output.
@@ -72,7 +74,8 @@ class Pending:
             )
         self.ticket.payload, self.in_flight = self.in_flight, ()  # nobody else needs these rows again
         with stage_range("resolve", self.ticket.layer, self.ticket.micro_batch):
-            return self.base + self.dispatcher.combine_postprocess(self.ticket).view(self.base.shape)
+            routed = self.dispatcher.combine_postprocess(self.ticket).view(self.base.shape)
+            return self.base + (routed if self.joining is None else routed + self.joining)
 
 
 pytree.register_dataclass(Pending)  # for FSDP2 before torch 2.13, see Routing
@@ -89,6 +92,8 @@ class DominoLayer(nn.Module):
     """
 
     moe: MoELayer | None
+    # which sum is rounded first: False: (residual stream + shared) + routed; True: residual stream + (routed + shared)
+    shared_joins_routed: ClassVar[bool] = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,6 +103,10 @@ class DominoLayer(nn.Module):
     def attention(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(h, n), [..., H] each: the residual stream after attention, and its norm, which experts and MLP read."""
         raise NotImplementedError(f"{type(self).__name__} must define attention")
+
+    def attention_of(self, micro_batch: int, x: Tensor) -> tuple[Tensor, Tensor]:
+        """`attention`, told which of the M micro-batches x is; override it where a mask or the like belongs to each."""
+        return self.attention(x)
 
     def shared(self, n: Tensor) -> Tensor | None:
         """What needs no dispatcher: output of the MLP or of the shared experts, [..., H]; None where there is none."""
@@ -158,6 +167,7 @@ class _Run:
         self.h: dict[int, Tensor] = {}
         self.n: dict[int, Tensor] = {}
         self.base: dict[int, Tensor] = {}
+        self.joining: dict[int, Tensor] = {}
         self.flights: dict[int, LayerFlight] = {}
 
     def walk(self, steps: Iterable[Step], *, again: bool = False) -> None:
@@ -193,7 +203,8 @@ class _Run:
         ticket = self.flights[i].ticket
         payload, ticket.payload = ticket.payload, ()  # one owner: FSDP2 may put others in their place
         ticket.waits = None  # the next layer's schedule says whether it waits; without one, whoever resolves it does
-        return Pending(base=self.base[i], in_flight=payload, ticket=ticket, dispatcher=moe.dispatcher)
+        joining = self.joining.get(i)
+        return Pending(base=self.base[i], in_flight=payload, ticket=ticket, dispatcher=moe.dispatcher, joining=joining)
 
     @property
     def _moe(self) -> MoELayer:
@@ -212,7 +223,7 @@ class _Run:
 
     def attention(self, i: int) -> None:
         with self._named("attention", i):
-            self.h[i], self.n[i] = self.layer.attention(self.x.pop(i))
+            self.h[i], self.n[i] = self.layer.attention_of(i, self.x.pop(i))
 
     def route(self, i: int) -> None:
         self.flights[i] = self._moe.prepare(self.n[i], self.valid[i], micro_batch=i, waits=self.links[i])
@@ -229,7 +240,10 @@ class _Run:
     def shared(self, i: int) -> None:
         with self._named("shared", i):
             h, added = self.h.pop(i), self.layer.shared(self.n.pop(i))
-            self.base[i] = h if added is None else h + added
+            if added is not None and self.layer.moe is not None and self.layer.shared_joins_routed:
+                self.base[i], self.joining[i] = h, added
+            else:
+                self.base[i] = h if added is None else h + added
 
     def inside(self) -> _Run:
         """A walk that goes on from here, and leaves this one as it is."""

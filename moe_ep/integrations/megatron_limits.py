@@ -63,6 +63,7 @@ DOMINO_LIMITS = (
     Limit("mtp_num_layers", _off, "multi-token prediction layers are not interleaved; unset it"),
     Limit("recompute_granularity", lambda v: v in (None, "selective"), "whole layers are not recomputed; unset it or"
           " set it to 'selective'"),
+    Limit("mlp_chunks_for_training", _one, "it cuts the micro-batch in another way; set it to 1"),
     Limit("fp8", _off, "its scaling context spans one micro-batch; unset it"),
     Limit("fp4", _off, "its scaling context spans one micro-batch; unset it"),
     Limit("cpu_offloading", _off, "it keeps one state per layer; unset it"),
