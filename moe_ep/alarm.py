@@ -256,6 +256,17 @@ def find_alarm(group: dist.ProcessGroup | None) -> Alarm | None:
     return alarm if alarm is not None and group is not None and alarm.watches(group) else None
 
 
+def launch_unlogged(group: dist.ProcessGroup) -> None:
+    """Communication of another kind than `calls` knows is about to start.
+
+    Raises:
+        PeerError: another rank has failed.
+    """
+    if (alarm := find_alarm(group)) is not None:
+        alarm.check()
+        alarm.party.unlogged = True
+
+
 def close_alarm(group: dist.ProcessGroup | None) -> None:
     """End the alarm of a group; call it before the group is destroyed."""
     if group is not None and group.group_name in _alarms:

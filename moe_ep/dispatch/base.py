@@ -50,6 +50,9 @@ class Dispatcher(ABC):
     launch and the stage that waits runs beside the communication. There is no other code path.
 
     Every rank of the group makes the same calls, also with zero tokens, and a backward on one is a backward on all.
+
+    A back end that moves rows with `transfer.all_to_all` and `transfer.all_gather` gives its users a group that serves
+    on behind an exception on one rank. What other means start cannot be made up for, and ends the group (`alarm`).
     """
 
     name: ClassVar[str]

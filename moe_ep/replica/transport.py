@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..alarm import launch_unlogged
 from ..errors import InputError, PlanError, lost_peer
 from .plan import Plan
 
@@ -195,6 +196,7 @@ class GroupTransport(Transport):
 
     def _launch(self, what: str, tag: int, sends: list[Any], receives: list[Any]) -> list[tuple[Any, Tensor]]:
         """Post everything; each work comes with the tensor that it must not lose."""
+        launch_unlogged(self._group)
         try:
             posted = [(dist.irecv(_bytes(t), group=self._group, group_src=r, tag=tag), t) for t, r in receives]
             for tensor, rank in sends:

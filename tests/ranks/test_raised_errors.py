@@ -5,8 +5,13 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
+import os
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -260,3 +265,48 @@ def body_elsewhere(group: dist.ProcessGroup, rank: int) -> float:
 
 def test_a_rank_that_stands_in_a_foreign_collective_ends_the_group_for_all() -> None:
     assert 0.5 < run_ranks(body_elsewhere, 2)[0] < BOUND_S
+
+
+SCRIPT = """
+import sys
+import torch.distributed as dist
+from tests.ranks.small_stack import small_stack
+from tests.ranks.test_raised_errors import break_at, step
+dist.init_process_group("gloo")
+group, rank = dist.group.WORLD, dist.get_rank()
+model = small_stack(group, dense=(False,) * 3)
+step(model, rank, 2, group)
+if rank == 1:
+    break_at(model.layers[1].moe.experts, 0, sys.argv[1] == "backward")
+print("goes on", flush=True)
+step(model, rank, 2, group)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_program_that_catches_nothing_ends_on_all_ranks(direction: str) -> None:
+    """No handle of a collective holds the interpreter up at its end."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        places = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "2"}
+    root = str(Path(__file__).resolve().parents[2])
+    common = {**os.environ, **places, "PYTHONPATH": root, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, direction],
+            env={**common, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        assert rank.stdout is not None and rank.stdout.readline() == "goes on\n", rank.communicate()[1]
+    started = time.monotonic()
+    said = [rank.communicate(timeout=60)[1] for rank in ranks]
+    assert time.monotonic() - started < 2 * BOUND_S
+    assert [rank.returncode for rank in ranks] == [1, 1]
+    assert "PeerError: rank 1 failed in " in said[0] and f"ZeroDivisionError: {TEXT}" in said[0]
+    assert said[1].rstrip().endswith(f"ZeroDivisionError: {TEXT}")
