@@ -145,8 +145,9 @@ class InFlight:
         return True
 
     def __del__(self) -> None:
-        if self._event is not None and self._keep:  # nobody waited: the caller's pool gets the inputs back only behind
-            torch.cuda.current_stream().wait_event(self._event)
+        if self._event is None or not self._keep or torch.cuda.is_current_stream_capturing():
+            return  # a CUDA graph under capture must not wait for what happened outside of it
+        torch.cuda.current_stream().wait_event(self._event)  # or the caller's pool gets the inputs back too early
 
     @property
     def event(self) -> Any:

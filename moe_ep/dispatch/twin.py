@@ -40,7 +40,10 @@ def open_twin(group: dist.ProcessGroup | None, purpose: str) -> dist.ProcessGrou
     if (group, purpose) not in _twins:
         if not _twins:
             atexit.register(_close_all)
-        _twins[group, purpose] = _make(group, purpose)
+        try:
+            _twins[group, purpose] = _make(group, purpose)
+        except RuntimeError as err:
+            raise lost_peer(f"making of a process group for {purpose}", err) from err
     return _twins[group, purpose]
 
 
@@ -62,10 +65,7 @@ def _close_all() -> None:
 
 def _make(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
     names: list[str | None] = [None] * group.size()
-    try:
-        dist.all_gather_object(names, uuid.uuid4().hex, group=group)
-    except RuntimeError as err:
-        raise lost_peer(f"making of a process group for {purpose}", err) from err
+    dist.all_gather_object(names, uuid.uuid4().hex, group=group)
     store = _PrefixStore(f"moe_ep/{names[0]}/", group.get_group_store())
     twin = dist.ProcessGroup(store, group.rank(), group.size())
     made: dict[str, tuple[Any, Any] | None] = {}

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 
 from moe_ep import MoEError, domino
+from moe_ep.dispatch.transfer import Flight
+from moe_ep.streams import making
 from moe_ep.testing.ranks import RankPool
 from tests.ranks.race_runs import LAYERS, mutant, necessary_waits, racing, run_both_ways, run_forward
 from tests.ranks.small_stack import small_stack
@@ -62,6 +64,32 @@ def test_a_removed_wait_gives_wrong_numbers(
         assert seen == ["ProtocolError"] * 2, "counts that have not come are no counts"
     else:
         assert "wrong" in seen and set(seen) <= {"wrong", "right"}, "a rank without tokens has no wrong ones"
+
+
+def body_backward(group: dist.ProcessGroup, rank: int, dispatcher: str, kind: str, i: int) -> str:
+    """The same where backward does not wait for the transpose of one communication."""
+    model = small_stack(group, {"dispatcher": dispatcher}, dense=LAYERS)
+    want = run_both_ways(model, rank, 2, CPU)
+    real = Flight.wait_backward
+
+    def wait(flight: Flight) -> tuple[torch.Tensor, ...]:
+        with making(at_launch=True, at_arrival=flight._what != f"{kind} of layer 0, micro-batch {i}"):
+            return real(flight)
+
+    with racing(1), mock.patch.object(Flight, "wait_backward", wait):
+        got = run_both_ways(model, rank, 2, CPU)
+    same = [torch.equal(a, b) for a, b in zip(got, want, strict=True)]
+    assert all(same[:2]) and same[3 - i], "outputs, and the gradient of the other micro-batch's input"
+    return "right" if same[2 + i] else "wrong"
+
+
+@pytest.mark.parametrize("dispatcher", ["all2all", "agrs"])
+@pytest.mark.parametrize("micro_batch", [0, 1])
+@pytest.mark.parametrize("kind", ["dispatch", "combine"])
+def test_a_backward_that_does_not_wait_gives_wrong_gradients(
+    pool: RankPool, dispatcher: str, kind: str, micro_batch: int
+) -> None:
+    assert "wrong" in pool.run(body_backward, dispatcher, kind, micro_batch)
 
 
 def body_seeds(group: dist.ProcessGroup, rank: int, dispatcher: str, num: int) -> None:

@@ -5,9 +5,18 @@ from __future__ import annotations
 import weakref
 from unittest import mock
 
+import pytest
 import torch
 
 from moe_ep.streams import InFlight, making
+
+
+@pytest.fixture(autouse=True)
+def capturing(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether a CUDA graph is being captured; a machine without GPUs cannot say."""
+    now = [False]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now[0])
+    return now
 
 
 def flight(event: object, keep: torch.Tensor) -> InFlight:
@@ -20,6 +29,13 @@ def test_a_flight_that_dies_unawaited_makes_the_callers_stream_wait() -> None:
         one = flight(event, sent)
         del one
         stream().wait_event.assert_called_once_with(event)
+
+
+def test_a_capture_does_not_wait_for_what_happened_outside(capturing: list[bool]) -> None:
+    one, capturing[0] = flight(object(), torch.ones(1)), True
+    with mock.patch.object(torch.cuda, "current_stream") as stream:
+        del one
+        stream().wait_event.assert_not_called()
 
 
 def test_an_awaited_flight_lets_go_of_its_inputs_and_waits_once() -> None:
