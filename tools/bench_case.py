@@ -15,6 +15,7 @@ from moe_ep.errors import MoEError
 from moe_ep.permute import ExpertInput
 from moe_ep.routing import Routing
 
+from .bench_candidates import Candidate
 from .bench_check import Check, check_stages, constant_factors
 from .bench_setting import Setting
 from .floors import Form, Rates, combine_floor, dispatch_floor, slowest_us
@@ -55,14 +56,14 @@ class Case(ABC):
     """One candidate; all ranks call its methods alike.
 
     Attributes:
-        name: of the dispatcher.
+        candidate: the dispatcher with its keys.
         pass_: as in a row.
         figures: one for each row.
         reference: what `check` holds its results against.
         telling: whether a trace of it says anything that its row has a field for.
     """
 
-    name: str
+    candidate: Candidate
     pass_: str
     figures: list[Figure]
     reference = "the float64 reference"
@@ -75,7 +76,7 @@ class Case(ABC):
     @property
     def label(self) -> str:
         """Of a trace's file: dispatcher, pass and what else tells the candidates of a table apart."""
-        return f"{self.name}-{self.pass_}"
+        return f"{self.candidate}-{self.pass_}"
 
     def row_values(self) -> dict[str, Any]:
         """Fields of its rows that only it knows."""
@@ -119,13 +120,13 @@ class StageCase(Case):
     The graph is cut between dispatch and combine, where constant experts stand that are not timed.
     """
 
-    def __init__(self, name: str, pass_: str, setting: Setting) -> None:
+    def __init__(self, candidate: Candidate, pass_: str, setting: Setting) -> None:
         super().__init__(setting)
-        self.name, self.pass_ = name, pass_
+        self.candidate, self.pass_ = candidate, pass_
         shape = setting.shape
         config = DispatchConfig(
-            name=name, num_experts=shape.E, top_k=shape.K, hidden_size=shape.H, dtype=dtype_name(setting.dtype),
-            max_tokens=shape.T, kernels=setting.kernels,
+            name=candidate.name, num_experts=shape.E, top_k=shape.K, hidden_size=shape.H,
+            dtype=dtype_name(setting.dtype), max_tokens=shape.T, **{"kernels": setting.kernels} | candidate.values,
         )  # fmt: skip
         self.dispatcher = build_dispatcher(config, setting.place.group)
         self.backward = pass_ == BOTH

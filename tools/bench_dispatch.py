@@ -5,6 +5,7 @@
     torchrun --nproc-per-node 4 tools/bench_dispatch.py --dispatchers agrs --shape 64,32,48,8,2 --pass fwd,fwd+bwd
     torchrun --nproc-per-node 2 tools/bench_dispatch.py --shape dsv3 qwen3 mixtral --skew 1,1.5 --level stage,layer \
         --out tools/results/dispatch-H200x2.jsonl
+    torchrun --nproc-per-node 2 tools/bench_dispatch.py --dispatchers direct:capacity_factor=1.2:expand=true,direct
 
 The ranks of the launch are the expert-parallel group. With GPUs each rank takes one and uses NCCL and bfloat16, without
 them gloo and float32: those times say that everything works, not how fast it is. Exit status: 0 done, 1 a result was
@@ -144,7 +145,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Compare dispatchers, by stages or in one layer. Lists are comma-separated.", allow_abbrev=False
     )
     add = parser.add_argument
-    add("--dispatchers", default=BASELINE, help=f"names; {BASELINE} is always measured too")
+    add("--dispatchers", default=BASELINE, help=f"NAME or NAME:KEY=VALUE:KEY=VALUE; {BASELINE} is always measured too")
     add("--shape", nargs="+", default=["dsv3"], help=f"T,H,I,E,K or one of {', '.join(PRESETS)}; several in a row")
     add("--skew", default="1", help="rank max/mean, 1 (even) to the number of ranks")
     add("--level", default="stage", help=", ".join(LEVELS))

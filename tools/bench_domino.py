@@ -23,6 +23,7 @@ from torch import Tensor
 from moe_ep.errors import MoEError, Unavailable
 from moe_ep.tracing import step_range
 
+from .bench_candidates import Candidate
 from .bench_case import BOTH, Case, Figure, need_grad
 from .bench_check import Check, merge_checks
 from .bench_stack import BenchStack, Piece
@@ -93,7 +94,7 @@ class StackCase(Case):
 
     Args:
         stack: the layers, which it shares with the others.
-        name: of the dispatcher.
+        candidate: the dispatcher with its keys.
         plan: which variant.
 
     Raises:
@@ -102,14 +103,15 @@ class StackCase(Case):
 
     reference = "the float64 reference, a second run or another variant's gradients"
 
-    def __init__(self, stack: BenchStack, name: str, plan: Plan) -> None:
+    def __init__(self, stack: BenchStack, candidate: Candidate, plan: Plan) -> None:
         super().__init__(stack.setting)
-        self.stack, self.name, self.plan, self.pass_ = stack, name, plan, plan.pass_
+        self.stack, self.candidate, self.plan, self.pass_ = stack, candidate, plan, plan.pass_
         self.telling = plan.variant not in ("split", "communication")
         self.backward = plan.pass_ == BOTH
         shape, place = self.setting.shape, self.setting.place
         self.num_tokens = plan.num * shape.T
-        self.dispatcher, self.tap = stack.dispatcher(name, self.num_tokens if plan.whole else shape.T)
+        tokens, together = self.num_tokens if plan.whole else shape.T, plan.num if plan.interleaved else 1
+        self.dispatcher, self.tap = stack.dispatcher(candidate, tokens, together)
         self.all_tokens = self.num_tokens * place.num_ranks
         experts = stack.layers[0].moe.experts
         refusal = experts.reserve_refusal(place.device)
@@ -193,7 +195,7 @@ class StackCase(Case):
                 self._compute(pieces, watch if alone else Untimed())
         except (AssertionError, AttributeError, TypeError) as err:
             reason = str(err) or type(err).__name__
-            raise Unavailable(f"dispatcher {self.name!r} cannot compute without its transfers: {reason}") from err
+            raise Unavailable(f"dispatcher '{self.candidate}' cannot compute without its transfers: {reason}") from err
         if not alone:
             watch.begin()
             with step_range(self.tap.iteration):
@@ -234,7 +236,7 @@ class StackCase(Case):
         pairs = zip(timed.ys + timed.dxs, self.left.ys + self.left.dxs, strict=True)
         found.append(same_rows(list(pairs), self.setting))
         gradients = sample_gradients(self.stack)
-        first = self.stack.gradients.setdefault((self.name, self.pass_, self.plan.num), gradients)
+        first = self.stack.gradients.setdefault((self.candidate, self.pass_, self.plan.num), gradients)
         num_layers = len(self.stack.layers)
         found += [same_gradients(gradients, first, self.setting, num_layers=num_layers)] if first else []
         self.left = timed

@@ -13,6 +13,7 @@ from moe_ep.layer import MoELayer
 from moe_ep.losses import RouterAux
 from moe_ep.routing import Routing
 
+from .bench_candidates import Candidate
 from .bench_case import BOTH, Case, Figure, need_grad
 from .bench_check import LAYER_SAMPLES, Check, LayerSample, check_layer, sample_tokens
 from .bench_setting import Setting
@@ -44,13 +45,13 @@ class ScriptedRouter(nn.Module):
 class BenchLayer:
     """A MoELayer on its device, routed by a script, that keeps what its experts were handed."""
 
-    def __init__(self, name: str, experts: str, setting: Setting) -> None:
+    def __init__(self, candidate: Candidate, experts: str, setting: Setting) -> None:
         shape, place = setting.shape, setting.place
-        self.name = name
+        self.candidate = candidate
         config = MoEConfig(
             hidden_size=shape.H, expert_intermediate_size=shape.I, num_experts=shape.E, top_k=shape.K,
-            dtype=dtype_name(setting.dtype), max_tokens=shape.T, dispatcher=name, experts=experts,
-            kernels=setting.kernels, aux_loss="none",
+            dtype=dtype_name(setting.dtype), max_tokens=shape.T, dispatcher=candidate.name, experts=experts,
+            aux_loss="none", **{"kernels": setting.kernels} | candidate.values,
         )  # fmt: skip
         build_dispatcher(config.dispatch(), place.group)  # which the layer then shares
         with torch.device("meta"):  # a model's own initial values are drawn on the CPU, which takes minutes here
@@ -71,7 +72,7 @@ class LayerCase(Case):
 
     def __init__(self, layer: BenchLayer, pass_: str, setting: Setting) -> None:
         super().__init__(setting)
-        self.layer, self.name, self.pass_ = layer, layer.name, pass_
+        self.layer, self.candidate, self.pass_ = layer, layer.candidate, pass_
         self.backward = pass_ == BOTH
         self.figures = [Figure(stage=None, pass_=pass_, form=None, marks=("layer",), dispatches=1, combines=1)]
         self._y: Tensor | None = None

@@ -14,6 +14,7 @@ from moe_ep.bounds import POSITIVE
 from moe_ep.config import DTYPES, Kernels, nearest, require
 from moe_ep.errors import RecipeError
 
+from .bench_candidates import Candidate, parse_candidate
 from .bench_case import BOTH, FWD
 from .bench_stack import parse_attention
 from .floors import Rates
@@ -30,7 +31,7 @@ class Options:
     """What to measure; `Options.check` refuses what does not exist. All ranks have the same.
 
     Attributes:
-        dispatchers: names; the baseline is put first where it is not among them.
+        dispatchers: as `parse_candidate` reads them; the baseline is put first where it is not among them.
         shapes, skews, levels, passes, micro_batches, replica_slots: every combination is measured; stages and single
             layers with one micro-batch.
         experts: of layers.
@@ -75,6 +76,7 @@ class Options:
         for pass_ in self.passes:
             require(pass_ in PASSES, f"pass {pass_!r} is unknown; {nearest(pass_, PASSES)}")
         self._check_stacks()
+        _ = self.candidates
         for slots in self.replica_slots:
             require(slots == 0, f"replica-slots = {slots} is not measured here: no level copies experts; take 0")
         require(self.iterations >= 1, f"iterations must be at least 1, got {self.iterations}")
@@ -100,9 +102,9 @@ class Options:
             parse_attention(self.attention, shape)
 
     @property
-    def candidates(self) -> tuple[str, ...]:
-        """The baseline, then the other dispatchers in the order given, each once."""
-        return tuple(dict.fromkeys((BASELINE, *self.dispatchers)))
+    def candidates(self) -> tuple[Candidate, ...]:
+        """The baseline, then the other candidates in the order given, each once."""
+        return tuple(dict.fromkeys(map(parse_candidate, (BASELINE, *self.dispatchers))))
 
 
 def parse_options(chosen: argparse.Namespace, device: torch.device) -> Options:

@@ -77,7 +77,7 @@ class Line:
 
     def text(self) -> str:
         """`name: 50.00 us / all2all 100.00 us = 0.500`."""
-        name = " ".join(str(part) for part in self.candidate if part)
+        name = _name(self.candidate)
         if self.baseline_us is None:
             return f"{name}: {self.us:.2f} us / {BASELINE} -: no ok row of {BASELINE} in this run"
         return f"{name}: {self.us:.2f} us / {BASELINE} {self.baseline_us:.2f} us = {self.ratio:.3f}"
@@ -99,7 +99,7 @@ def load(path: Path) -> Run:
         if row["status"] != "ok":
             continue
         if key in rows:
-            raise Refused(f"{path} has {key[1][0]} twice for {describe(key[0])}; keep one row, or one file a run")
+            raise Refused(f"{path} has {_name(key[1])} twice for {describe(key[0])}; keep one row, or one file a run")
         rows[key] = row
     if not rows:
         raise Refused(f"{path} has no row with status ok; nothing can be compared")
@@ -108,6 +108,10 @@ def load(path: Path) -> Run:
 
 def _key(row: Row, fields: Iterable[str]) -> Key:
     return tuple(tuple(row[name].items()) if name == "shape" else row[name] for name in fields)
+
+
+def _name(candidate: Key) -> str:
+    return " ".join(str(part) for part in candidate if part)
 
 
 def describe(task: Key) -> str:
@@ -150,7 +154,7 @@ def regressions(first: Run, other: Run, threshold: float) -> list[str]:
         old = before.get((line.task, line.candidate))
         if old is None:
             continue
-        raw = line.candidate[0] == BASELINE or line.ratio is None or old.ratio is None
+        raw = line.candidate[:2] == (BASELINE, None) or line.ratio is None or old.ratio is None
         new_value, old_value = (line.us, old.us) if raw else (line.ratio or 0.0, old.ratio or 0.0)
         if new_value > old_value * (1 + threshold):
             growth = 100 * (new_value / old_value - 1)
@@ -177,7 +181,8 @@ def report(runs: Sequence[Run]) -> list[str]:
         text += [f"stacks of {run.path.name}", *table] if table else []
     for run in runs:
         text += [
-            f"{describe(_key(row, TASK))}: {row['dispatcher']} {row['status']}: {row['reason']}  [{run.path.name}]"
+            f"{describe(_key(row, TASK))}: {_name(_key(row, CANDIDATE))} {row['status']}: {row['reason']}"
+            f"  [{run.path.name}]"
             for row in run.lost
         ]
     if all(run.header["gpu"] is None for run in runs):

@@ -12,6 +12,7 @@ import torch
 from moe_ep.dispatch import close_dispatchers
 from moe_ep.errors import MoEError, RecipeError, Unavailable
 
+from .bench_candidates import Candidate
 from .bench_case import Case, StageCase
 from .bench_check import Check
 from .bench_domino import StackCase, plans
@@ -20,13 +21,13 @@ from .bench_layer import BenchLayer, LayerCase
 from .bench_options import STACKED, Options
 from .bench_setting import Place, Problem, Setting, agree, make_setting
 from .bench_stack import BenchStack, parse_attention
-from .bench_trace import Traced, trace_once
+from .bench_trace import Traced, trace_file, trace_once
 from .rows import Row, dtype_name, make_row
 from .shapes import make_workload
 from .timing import Series, Stopwatch, alternate
 
 Emit = Callable[[Sequence[Row]], None]
-Key = tuple[str, int]  # dispatcher, and which of its cases
+Key = tuple[Candidate, int]  # dispatcher, and which of its cases
 
 
 class WrongWork(RuntimeError):
@@ -41,11 +42,11 @@ class Table:
     level: str
     setting: Setting
 
-    def row(self, name: str, **values: Any) -> Row:
+    def row(self, candidate: Candidate, **values: Any) -> Row:
         """A row of one candidate."""
         shared = {
-            "level": self.level, "dispatcher": name, "shape": self.setting.shape._asdict(),
-            "R": self.setting.place.num_ranks, "skew": self.setting.workload.skew,
+            "level": self.level, "dispatcher": candidate.name, "api": candidate.api,
+            "shape": self.setting.shape._asdict(), "R": self.setting.place.num_ranks, "skew": self.setting.workload.skew,
             "skew_realised": round(self.setting.skew_realised, 4), "M": 1, "S": 0,
             "dtype": dtype_name(self.setting.dtype), "experts": None if self.level == "stage" else self.options.experts,
         }  # fmt: skip
@@ -75,10 +76,10 @@ def _run_table(table: Table, emit: Emit) -> None:
     watch = Stopwatch(table.setting.place.device, table.setting.place.group)
     stack = _build_stack(table)
     cases: dict[Key, Case] = {}
-    for name in table.options.candidates:
-        built, lost = _build(table, name, stack, watch)
+    for candidate in table.options.candidates:
+        built, lost = _build(table, candidate, stack, watch)
         emit(lost)
-        cases |= {(name, i): case for i, case in enumerate(built)}
+        cases |= {(candidate, i): case for i, case in enumerate(built)}
     last = table.options.warmup + table.options.iterations - 1
     checks: dict[Key, Check] = {}
     series = alternate(
@@ -90,8 +91,8 @@ def _run_table(table: Table, emit: Emit) -> None:
     )
     _abort_on_wrong_work(table, cases, emit)
     measured = {key: _measure(table, case, series[key], checks[key], watch, last) for key, case in cases.items()}
-    for name in table.options.candidates:
-        emit(_rows(table, [found for key, found in measured.items() if key[0] == name]))
+    for candidate in table.options.candidates:
+        emit(_rows(table, [found for key, found in measured.items() if key[0] == candidate]))
 
 
 def _build_stack(table: Table) -> BenchStack | None:
@@ -102,18 +103,20 @@ def _build_stack(table: Table) -> BenchStack | None:
     return BenchStack(table.setting, max(options.micro_batches), options.experts, attention, options.layers)
 
 
-def _build(table: Table, name: str, stack: BenchStack | None, watch: Stopwatch) -> tuple[list[Case], list[Row]]:
+def _build(
+    table: Table, candidate: Candidate, stack: BenchStack | None, watch: Stopwatch
+) -> tuple[list[Case], list[Row]]:
     """The warmed-up cases of a dispatcher, and rows that say why others are not there. Collective."""
     cases: list[Case] = []
     lost: list[Row] = []
-    for values, make in _recipes(table, name, stack):
+    for values, make in _recipes(table, candidate, stack):
         problem: Problem | None = None
         found: list[Case] = []
         try:
             found = [make()]
         except (RecipeError, Unavailable) as err:
             # raised alike on every rank, by agreement inside or because all ranks have the same options
-            lost.append(table.row(name, status="refused", reason=str(err), **values))
+            lost.append(table.row(candidate, status="refused", reason=str(err), **values))
             continue
         except torch.OutOfMemoryError as err:
             problem = ("oom", f"out of memory: {_first_line(err)}")
@@ -121,11 +124,13 @@ def _build(table: Table, name: str, stack: BenchStack | None, watch: Stopwatch) 
         if problem is None:
             cases += found
         else:
-            lost.append(table.row(name, status=problem[0], reason=problem[1], **values))
+            lost.append(table.row(candidate, status=problem[0], reason=problem[1], **values))
     return cases, lost
 
 
-def _recipes(table: Table, name: str, stack: BenchStack | None) -> Iterator[tuple[dict[str, Any], Callable[[], Case]]]:
+def _recipes(
+    table: Table, candidate: Candidate, stack: BenchStack | None
+) -> Iterator[tuple[dict[str, Any], Callable[[], Case]]]:
     """What rows of a case without times hold, and how to make it."""
     options, setting = table.options, table.setting
     if stack is not None:
@@ -134,12 +139,12 @@ def _recipes(table: Table, name: str, stack: BenchStack | None) -> Iterator[tupl
                 for plan in plans(table.level, pass_, num, options.reserve_sms):
                     values = {"pass_": pass_, "M": num, "variant": plan.variant, "reserve_sms": plan.reserve_sms}
                     values |= {"attention": stack.attention_name, "layers": options.layers}
-                    yield values, functools.partial(StackCase, stack, name, plan)
+                    yield values, functools.partial(StackCase, stack, candidate, plan)
     elif table.level == "stage":
         for pass_ in options.passes:
-            yield {"pass_": pass_}, functools.partial(StageCase, name, pass_, setting)
+            yield {"pass_": pass_}, functools.partial(StageCase, candidate, pass_, setting)
     else:
-        layer = functools.cache(lambda: BenchLayer(name, options.experts, setting))  # passes share its weights
+        layer = functools.cache(lambda: BenchLayer(candidate, options.experts, setting))  # passes share its weights
         for pass_ in options.passes:
             yield {"pass_": pass_}, lambda pass_=pass_: LayerCase(layer(), pass_, setting)  # type: ignore[misc]
 
@@ -175,12 +180,12 @@ def _first_line(err: BaseException) -> str:
 def _abort_on_wrong_work(table: Table, cases: dict[Key, Case], emit: Emit) -> None:
     """Raise WrongWork on every rank if a case moved other rows than the routing says on any. Collective."""
     wrong = []
-    for (name, _), case in cases.items():
+    for (candidate, _), case in cases.items():
         found = agree(("failed", case.mismatches[0]) if case.mismatches else None, table.setting.place)
         if found is not None:
-            wrong.append(f"dispatcher {name!r}: {found[1]}")
+            wrong.append(f"dispatcher '{candidate}': {found[1]}")
             values = {"pass_": case.pass_} | case.row_values()
-            emit([table.row(name, status="failed", reason=wrong[-1], **values)])
+            emit([table.row(candidate, status="failed", reason=wrong[-1], **values)])
     if wrong:
         raise WrongWork("aborted: " + "; ".join(wrong))
 
@@ -189,7 +194,7 @@ def _measure(table: Table, case: Case, series: Series, check: Check, watch: Stop
     """What all ranks saw of a case, traced once more. Collective."""
     place, kept = table.setting.place, table.options.trace
     shape = "x".join(str(size) for size in table.setting.shape)
-    path = None if kept is None else kept / f"{table.level}-{shape}-{case.label}-rank{place.rank}.json.gz"
+    path = None if kept is None else kept / trace_file(f"{table.level}-{shape}-{case.label}", place.rank)
     case.clear()
     traced = trace_once(case.run, iteration, watch, path) if case.telling or path is not None else Traced()
     case.clear()
@@ -205,9 +210,9 @@ def _rows(table: Table, found: Sequence[Measured]) -> list[Row]:
             reason = (
                 f"{each.wrong} sampled rows differ from {each.case.reference}, by up to {each.err:.2g} of their norm"
             )
-            rows.append(table.row(each.case.name, status="failed", reason=reason, **values))
+            rows.append(table.row(each.case.candidate, status="failed", reason=reason, **values))
             continue
         for figure in each.case.figures:
             times = stage_values(figure, each, table.setting, table.options.rates) | values
-            rows.append(table.row(each.case.name, status="ok", **times))
+            rows.append(table.row(each.case.candidate, status="ok", **times))
     return rows

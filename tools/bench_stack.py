@@ -20,6 +20,7 @@ from moe_ep.errors import RecipeError
 from moe_ep.layer import MoELayer
 from recipes.attention import Attention, Rotary
 
+from .bench_candidates import Candidate
 from .bench_layer import ScriptedRouter
 from .bench_setting import Setting
 from .bench_tap import TappedComm
@@ -156,7 +157,7 @@ class BenchStack:
         for layer, router in zip(self.layers, self.routers, strict=True):
             layer.moe.router = router  # type: ignore[assignment]
             layer.moe.experts.register_forward_pre_hook(lambda _, args: self.counts.append(args[0].tokens_per_expert))
-        self._taps: dict[tuple[str, int], tuple[Dispatcher, TappedComm]] = {}
+        self._taps: dict[tuple[Candidate, int, int], tuple[Dispatcher, TappedComm]] = {}
         self.gradients: dict[
             tuple[Any, ...], dict[str, Tensor]
         ] = {}  # samples of the first variant, by dispatcher, pass and M
@@ -178,15 +179,16 @@ class BenchStack:
         self.xs, self.dys = (torch.randn(sizes, generator=own, device=device).to(setting.dtype) for _ in range(2))
         self.targets = torch.randint(VOCAB_SIZE, (self.most, shape.T), generator=own, device=device)
 
-    def dispatcher(self, name: str, tokens: int) -> tuple[Dispatcher, TappedComm]:
-        """The dispatcher for micro-batches of so many tokens, and the tap that its communication goes through.
+    def dispatcher(self, candidate: Candidate, tokens: int, num: int) -> tuple[Dispatcher, TappedComm]:
+        """The dispatcher for `num` micro-batches of so many tokens, and the tap that its communication goes through.
 
         Raises:
             RecipeError, Unavailable: it cannot run here, on every rank.
         """
-        key = (name, tokens)
+        key = (candidate, tokens, num)
         if key not in self._taps:
-            config = dataclasses.replace(self.config.dispatch(), name=name, max_tokens=tokens)
+            sizes: dict[str, Any] = {"name": candidate.name, "max_tokens": tokens, "num_micro_batches": num}
+            config = dataclasses.replace(self.config.dispatch(), **sizes | candidate.values)
             dispatcher = build_dispatcher(config, self.setting.place.group)
             tap = TappedComm(dispatcher.comm(self.setting.place.device))
             dispatcher.comm = lambda device: tap  # type: ignore[method-assign]

@@ -28,14 +28,18 @@ def print_table(header: Row, rows: Sequence[Row], on_cpu: bool) -> None:
     for row in rows:
         if row["status"] != "ok":
             which = "" if row["variant"] is None else f" M={row['M']} {row['variant']}"
-            print(f"{row['level']} {row['pass']} {row['dispatcher']}{which}: {row['status']}: {row['reason']}")
+            print(f"{row['level']} {row['pass']} {_candidate(row)}{which}: {row['status']}: {row['reason']}")
     if on_cpu:
         print(CPU_NOTE)
+
+
+def _candidate(row: Row) -> str:
+    return " ".join(row[name] for name in ("dispatcher", "api") if row[name])
 
 
 def _cells(row: Row) -> tuple[str, ...]:
     sizes = ",".join(str(row["shape"][name]) for name in "THIEK")
     times = [f"{row[name]:.1f}" for name in ("us_p50", "us_p10", "us_p90")]
     ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
-    words = [row["level"], row["stage"] or "-", row["pass"], row["dispatcher"], row["form"] or "-"]
+    words = [row["level"], row["stage"] or "-", row["pass"], _candidate(row), row["form"] or "-"]
     return (*words, sizes, str(row["R"]), f"{row['skew_realised']:.2f}", *times, ratio, f"{row['err']:.1e}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -59,6 +60,11 @@ def trace_once(body: Body, iteration: int, watch: Stopwatch, path: Path | None) 
         where.parent.mkdir(parents=True, exist_ok=True)
         profile.export_chrome_trace(str(where))
         return figures(read_trace(where)) if cuda else Traced()
+
+
+def trace_file(what: str, rank: int) -> str:
+    """Name of a rank's trace: letters, digits, '.', '_' and '-' alone, so that any file system and tool takes it."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", f"{what}-rank{rank}") + ".json.gz"
 
 
 def figures(trace: Trace) -> Traced:

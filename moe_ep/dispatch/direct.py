@@ -90,8 +90,8 @@ class Direct(Dispatcher):
             max_tokens=config.max_tokens,
             row_bytes=row_bytes,
         )
-        self.expand = bool(dict(config.options).get("expand", False))
-        self.blocks = default_blocks(device, config.num_sms)
+        self.expand = dict(config.options).get("expand", False) is True
+        self.blocks = default_blocks(device, config.num_sms, beside_gemms=config.num_micro_batches > 1)
         self.num_bytes = self.shape.layout()[1]
         if group is not None and self.num_ranks > 1:
             preflight("dispatcher 'direct'", {"peer memory bytes": self.num_bytes}, [], group, one_host=True)
@@ -112,6 +112,9 @@ class Direct(Dispatcher):
         if not torch.cuda.is_available():
             return ["it moves rows between GPUs, and torch sees none; take 'all2all'"]
         reasons = []
+        expand = dict(config.options).get("expand", False)
+        if not isinstance(expand, bool):
+            reasons.append(f"expand = {expand!r} must be true or false")
         index = torch.cuda.current_device()
         if (why := missing(index)) is not None:
             reasons.append(f"its kernels are not to be had: {why}")
@@ -126,6 +129,11 @@ class Direct(Dispatcher):
     def host_syncs(self) -> int:
         """None where capacity_factor bounds the rows."""
         return 0 if self.config.capacity_factor is not None else 1
+
+    @property
+    def comm_sms(self) -> int:
+        """Of its largest kernel."""
+        return 0 if self.num_ranks == 1 else self.blocks.most
 
     def describe(self) -> str:
         """One line on what runs, for the log."""

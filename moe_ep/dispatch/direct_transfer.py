@@ -13,6 +13,8 @@ from ..kernels.direct import Peers
 from ..kernels.direct_types import Received, Shape, Trip
 from .transfer import Tensors
 
+SMS_BESIDE_GEMMS = 32  # eight send as fast as the link goes; what came is moved on by four times as many
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blocks:
@@ -21,6 +23,11 @@ class Blocks:
     push: tuple[int, int]
     expand: tuple[int, int]
     give_back: tuple[int, int]
+
+    @property
+    def most(self) -> int:
+        """SMs that the largest of them keeps busy; each block has one for itself."""
+        return max(self.push[1], self.expand[1], self.give_back[1])
 
 
 class Push:
@@ -94,10 +101,17 @@ def capacities(factor: float, shape: Shape) -> tuple[int, int]:
     return rows, min(rows, tokens)
 
 
-def default_blocks(device: torch.device, num_sms: int | None) -> Blocks:
-    """From the SMs that may be used: a quarter of a push sends; moving rows on takes the others."""
+def default_blocks(device: torch.device, num_sms: int | None, *, beside_gemms: bool = False) -> Blocks:
+    """From the SMs that may be used: a quarter of a push sends; moving rows on takes the others.
+
+    Args:
+        device: a GPU.
+        num_sms: how many; None: all, or `SMS_BESIDE_GEMMS`.
+        beside_gemms: whether micro-batches interleave, so that GEMMs run at the same time.
+    """
     total = torch.cuda.get_device_properties(device).multi_processor_count
-    most = total if num_sms is None else min(num_sms, total)
+    wanted = (SMS_BESIDE_GEMMS if beside_gemms else total) if num_sms is None else num_sms
+    most = min(wanted, total)
     push = min(most, 48)
     return Blocks(
         push=(max(1, push // 4), push),

@@ -157,6 +157,16 @@ def test_complete_rows_of_right_results(pool: RankPool) -> None:
     assert all("serves 1 rank(s), the group has 2" in row["reason"] and row["us_p50"] is None for row in refused)
 
 
+def test_keys_reach_the_dispatcher_on_every_level(pool: RankPool) -> None:
+    levels, names = ("stage", "layer", "stack"), ("all2all:kernels=torch", "all2all:kernels=cuda")
+    rows, abort = pool.run(measure, replace(QUICK, dispatchers=names, levels=levels, layers=1))[0]
+    assert abort == ""
+    for level in levels:
+        found = {row["api"]: (row["dispatcher"], row["status"]) for row in rows if row["level"] == level}
+        ok, refused = ("all2all", "ok"), ("all2all", "refused")  # CUDA kernels without a GPU
+        assert found == {None: ok, "kernels=torch": ok, "kernels=cuda": refused}
+
+
 def test_floors_and_bandwidths_follow_from_bytes_and_times(pool: RankPool) -> None:
     rates = Rates(link_gbs=1e-3, hbm_tbs=1e3)  # a link so slow that it alone decides: a byte in a nanosecond x 1000
     rows, _ = pool.run(measure, replace(QUICK, rates=rates))[0]

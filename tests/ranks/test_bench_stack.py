@@ -17,6 +17,7 @@ from moe_ep.dispatch import Ticket, register_dispatcher, transfer
 from moe_ep.dispatch.all2all import All2All
 from moe_ep.routing import Routing
 from moe_ep.testing.ranks import RankPool
+from tools.bench_candidates import Candidate
 from tools.bench_domino import Plan, StackCase
 from tools.bench_options import Options
 from tools.bench_run import WrongWork, run
@@ -151,7 +152,9 @@ def count_transfers(group: dist.ProcessGroup, rank: int) -> dict[str, tuple[int,
         return real(out, *args, **options)
 
     cases = [
-        StackCase(stack, "all2all", Plan(level="stack", pass_="fwd+bwd", num=2, variant=variant, reserve_sms=0))
+        StackCase(
+            stack, Candidate("all2all"), Plan(level="stack", pass_="fwd+bwd", num=2, variant=variant, reserve_sms=0)
+        )
         for variant in ("split", "overlapped", "compute", "communication")
     ]
     with mock.patch.object(transfer, "_all_to_all_single", noting):
@@ -179,7 +182,7 @@ def gradients_without_transfers(group: dist.ProcessGroup, rank: int) -> tuple[bo
     setting = make_setting(make_workload(SMALL, 2, 1.0, 0), place, torch.float32, 2)
     stack = BenchStack(setting, 2, "torch", None, 2)
     plan = Plan(level="step", pass_="fwd+bwd", num=2, variant="overlapped", reserve_sms=0)
-    real, silent = (StackCase(stack, "all2all", replace(plan, variant=v)) for v in ("overlapped", "compute"))
+    real, silent = (StackCase(stack, Candidate("all2all"), replace(plan, variant=v)) for v in ("overlapped", "compute"))
     real.run(0, Untimed())
     ys = [y.clone() for y in real.left.ys]
     silent.run(0, Untimed())

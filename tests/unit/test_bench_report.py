@@ -154,3 +154,20 @@ def test_a_slower_stack_is_a_regression_of_its_own_variant(tmp_path: Path, capsy
     assert main(files) == 1
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("REGRESSION")]
     assert "overlapped" in line and "10.0 %" in line and "attention=none layers=4 reserve_sms=0" in line
+
+
+def test_variants_of_a_dispatcher_are_candidates_of_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [row("all2all", 100.0), row("all2all", 400.0, api="kernels=torch"), row("direct", 50.0)]
+    rows += [row("direct", 25.0, api="expand=true"), row("direct", None, api="num_sms=8", status="oom", reason="full")]
+    files = [write(tmp_path / "a.jsonl", rows)]
+    files += [write(tmp_path / "b.jsonl", [*rows[:3], row("direct", 30.0, api="expand=true")])]
+    assert main([files[0]]) == 0
+    out = capsys.readouterr().out
+    assert "direct expand=true: 25.00 us / all2all 100.00 us = 0.250" in out
+    assert "all2all kernels=torch: 400.00 us / all2all 100.00 us = 4.000" in out
+    assert "direct num_sms=8 oom: full" in out
+    assert main(files) == 1
+    slower = [line for line in capsys.readouterr().out.splitlines() if line.startswith("REGRESSION")]
+    assert len(slower) == 1 and "direct expand=true" in slower[0]
