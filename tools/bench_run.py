@@ -46,8 +46,8 @@ class Table:
         """A row of one candidate."""
         shared = {
             "level": self.level, "dispatcher": candidate.name, "api": candidate.api,
-            "shape": self.setting.shape._asdict(), "R": self.setting.place.num_ranks, "skew": self.setting.workload.skew,
-            "skew_realised": round(self.setting.skew_realised, 4), "M": 1, "S": 0,
+            "shape": self.setting.shape._asdict(), "R": self.setting.place.num_ranks,
+            "skew": self.setting.workload.skew, "skew_realised": round(self.setting.skew_realised, 4), "M": 1, "S": 0,
             "dtype": dtype_name(self.setting.dtype), "experts": None if self.level == "stage" else self.options.experts,
         }  # fmt: skip
         return make_row(**shared | values)
