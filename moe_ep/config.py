@@ -44,7 +44,8 @@ class DispatchConfig:
         router: which router makes the routing ("grouped" promises column j's expert to lie in group j).
         num_groups: expert groups of the grouped router, else 0.
         capacity_factor: rows = factor x balanced rows, without a host sync; None: counts are read by the host.
-        num_sms: SMs that a GPU back end may use, None for its default.
+        num_sms: SMs that a GPU back end may use, None for its default. all2all and agrs open a process group for rows
+            that has so few; with several micro-batches the experts' GEMMs leave as many free.
         kernels: what moves rows on a GPU, see MoEConfig.
         num_micro_batches: most micro-batches that a layer interleaves, so how many tickets are in flight at once.
         options: further back-end keys, as sorted (key, value) pairs.

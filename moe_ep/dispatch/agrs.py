@@ -25,6 +25,7 @@ from .capabilities import Capabilities
 from .registry import register_dispatcher
 from .ticket import Ticket
 from .transfer import AllToAllRows, Flight, GatherRows, all_gather, finish, start
+from .twin import collective_sms_reasons
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +51,9 @@ class Agrs(Dispatcher):
     """
 
     name: ClassVar[str] = "agrs"
-    capabilities: ClassVar[Capabilities] = Capabilities(needs_max_tokens=True, host_syncs=1)
+    capabilities: ClassVar[Capabilities] = Capabilities(needs_max_tokens=True, host_syncs=1, uses_num_sms=True)
     early_apart: ClassVar[bool] = True
+    rows_by_collectives: ClassVar[bool] = True
 
     def __init__(self, config: DispatchConfig, group: dist.ProcessGroup | None) -> None:
         num_ranks = 1 if group is None else group.size()
@@ -69,6 +71,11 @@ class Agrs(Dispatcher):
         """One line on what runs, for the log."""
         form = "grouped form, static rows" if self.grouped else "general form, rows counted on the host"
         return f"{super().describe()}, {form}, padded to {self.block} tokens"
+
+    @classmethod
+    def unavailable_reasons(cls, config: DispatchConfig, group: dist.ProcessGroup | None) -> list[str]:
+        """A number of SMs where there are none to limit."""
+        return collective_sms_reasons(config.num_sms, group)
 
     def _dispatch_preprocess(self, ticket: Ticket, x_TH: Tensor, routing: Routing) -> None:
         early, gathered = self._send_ids(ticket, routing.expert_ids, self._status(routing))
@@ -108,7 +115,7 @@ class Agrs(Dispatcher):
         routes = sort_routes(self._local_ids(ids), self.num_local, kernels=self.kernels)
         counts = self._read(ticket, words, routes.counts)
         num_rows = ids.shape[0] if self.grouped else sum(counts or ())
-        transfer = GatherRows(self.group, self.num_ranks, self.block)
+        transfer = GatherRows(self.row_group, self.num_ranks, self.block)
         flight = Flight(transfer, self.comm(ids.device), f"dispatch of {ticket.where}")
         ticket.payload = start(flight, *ticket.payload)
         host_counts = None if self.grouped else counts
@@ -168,7 +175,7 @@ class Agrs(Dispatcher):
 
     def _combine(self, ticket: Ticket) -> None:
         even = [self.block] * self.num_ranks
-        transfer = AllToAllRows(self.group, even, even, sum(even), sum(even))
+        transfer = AllToAllRows(self.row_group, even, even, sum(even), sum(even))
         flight = Flight(transfer, self.comm(ticket.payload[0].device), f"combine of {ticket.where}")
         ticket.payload = start(flight, *ticket.payload)
         ticket.state = AgrsState(flight=flight)

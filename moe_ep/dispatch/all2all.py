@@ -19,6 +19,7 @@ from .capabilities import Capabilities
 from .registry import register_dispatcher
 from .ticket import Ticket
 from .transfer import AllToAllRows, Flight, all_to_all, finish, start
+from .twin import collective_sms_reasons
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,14 +56,20 @@ class All2All(Dispatcher):
     """
 
     name: ClassVar[str] = "all2all"
-    capabilities: ClassVar[Capabilities] = Capabilities(host_syncs=1)
+    capabilities: ClassVar[Capabilities] = Capabilities(host_syncs=1, uses_num_sms=True)
     early_apart: ClassVar[bool] = True
+    rows_by_collectives: ClassVar[bool] = True
 
     def __init__(self, config: DispatchConfig, group: dist.ProcessGroup | None) -> None:
         num_ranks = 1 if group is None else group.size()
         self.num_lane_ints = 2 * num_ranks * (config.num_experts // num_ranks + NUM_WORDS)
         super().__init__(config, group)
         self._ones = [1] * num_ranks
+
+    @classmethod
+    def unavailable_reasons(cls, config: DispatchConfig, group: dist.ProcessGroup | None) -> list[str]:
+        """A number of SMs where there are none to limit."""
+        return collective_sms_reasons(config.num_sms, group)
 
     def _dispatch_preprocess(self, ticket: Ticket, x_TH: Tensor, routing: Routing) -> None:
         routes = sort_routes(routing.expert_ids, self.config.num_experts, kernels=self.kernels)
@@ -126,7 +133,7 @@ class All2All(Dispatcher):
         raise_faults(words, self.rank, ticket.where, self.config.num_experts, place=ticket.place)
         recv_RL = [row[:-NUM_WORDS] for row in received]
         send, recv = [sum(row[:-NUM_WORDS]) for row in sent], [sum(row) for row in recv_RL]
-        transfer = AllToAllRows(self.group, send, recv, ticket.payload[0].shape[0], sum(recv))
+        transfer = AllToAllRows(self.row_group, send, recv, ticket.payload[0].shape[0], sum(recv))
         state.flight = Flight(transfer, self.comm(ticket.payload[0].device), f"dispatch of {ticket.where}")
         ticket.payload = start(state.flight, *ticket.payload)
         # with the rows on their way there is time for the rest
@@ -166,7 +173,7 @@ class All2All(Dispatcher):
     def _combine(self, ticket: Ticket) -> None:
         state: All2AllState = ticket.state
         num_sent, num_received = state.routes.row_token.shape[0], ticket.num_rows
-        transfer = AllToAllRows(self.group, list(state.recv), list(state.send), num_received, num_sent)
+        transfer = AllToAllRows(self.row_group, list(state.recv), list(state.send), num_received, num_sent)
         state.flight = Flight(transfer, self.comm(ticket.payload[0].device), f"combine of {ticket.where}")
         ticket.payload = start(state.flight, *ticket.payload)
         state.order = state.places = None

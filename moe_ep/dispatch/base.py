@@ -59,6 +59,7 @@ class Dispatcher(ABC):
     capabilities: ClassVar[Capabilities]
     num_lane_ints: int = 0
     early_apart: ClassVar[bool] = False  # what the host reads early travels in a process group of its own
+    rows_by_collectives: ClassVar[bool] = False  # of torch.distributed: config.num_sms limits those of `row_group`
 
     def __init__(self, config: DispatchConfig, group: dist.ProcessGroup | None) -> None:
         self.config = config
@@ -70,14 +71,18 @@ class Dispatcher(ABC):
         self.kernels = choose_kernels(config, group)  # for tensors on a GPU; others are moved by torch
         self.lanes = LanePool(self.num_lane_ints)
         self._early_group = open_twin(group, "counts") if self.early_apart else group
+        self.row_group = group
+        if self.rows_by_collectives and config.num_sms is not None:
+            self.row_group = open_twin(group, f"rows_{config.num_sms}_sms", num_sms=config.num_sms)
         self.alarm: Alarm | None = None
         if group is not None and self.num_ranks > 1:
             self.alarm = alarm_of(group, start_call)
-            if self._early_group is not None:
-                self.alarm.include(self._early_group)
+            for beside in (self._early_group, self.row_group):
+                if beside is not None:
+                    self.alarm.include(beside)
         self._order: Order | None = None
         if debug().checks:
-            self._order = open_order(group, self.alarm, self._early_group)
+            self._order = open_order(group, self.alarm, self._early_group, self.row_group)
         self._tickets: weakref.WeakSet[Ticket] = weakref.WeakSet()  # where their number is limited
         self._faults: FaultRecord | None = None
         self._device: torch.device | None = None  # of the last micro-batch

@@ -12,7 +12,7 @@ NOT_DIVISIBLE = "num_experts = 6 is not divisible by the 4 ranks of the group; c
 TOP_K = "top_k = 3 is larger than num_experts = 2; lower it"
 PADS = "it pads to max_tokens, which is not set; set it to the most tokens"
 NO_CAPACITY = "so capacity_factor = 2.0 would have no effect; leave it unset"
-NO_SMS = "launches no kernels of its own, so num_sms = 8 would have no effect; leave it unset"
+NO_SMS = "so num_sms = 8 would have no effect; leave it unset"
 NO_OPTION = "knows no option 'no_such_key'; it knows none"
 
 COLUMNS = ("local", "all2all", "agrs")
@@ -236,3 +236,9 @@ TABLE: dict[str, tuple[str, str, str]] = {
     "unknown-option/R2": (ONE_RANK, NO_OPTION, NO_OPTION),
 }
 # fmt: on
+
+# What differs on GPUs, where rows travel by NCCL.
+ON_GPUS: dict[tuple[str, str], str] = {
+    ("all2all", "num-sms/R2"): RUN,
+    ("agrs", "num-sms/R2"): RUN,
+}

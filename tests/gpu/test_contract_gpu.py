@@ -8,10 +8,16 @@ import pytest
 
 from moe_ep.testing import contract
 from moe_ep.testing.ranks import RankPool
-from moe_ep.testing.table import COLUMNS, TABLE
+from moe_ep.testing.table import COLUMNS, ON_GPUS, TABLE
 
 CELLS = [
-    pytest.param(name, case, TABLE[case.name][column], id=f"{name}-{case.name}", marks=pytest.mark.gpu(case.num_ranks))
+    pytest.param(
+        name,
+        case,
+        ON_GPUS.get((name, case.name), TABLE[case.name][column]),
+        id=f"{name}-{case.name}",
+        marks=pytest.mark.gpu(case.num_ranks),
+    )
     for column, name in enumerate(COLUMNS)
     for case in contract.CASES
 ]
