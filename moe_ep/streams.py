@@ -147,7 +147,8 @@ class InFlight:
     def __del__(self) -> None:
         if self._event is None or not self._keep or torch.cuda.is_current_stream_capturing():
             return  # a CUDA graph under capture must not wait for what happened outside of it
-        torch.cuda.current_stream().wait_event(self._event)  # or the caller's pool gets the inputs back too early
+        # or the caller's pool gets the inputs back too early
+        _current_stream(torch.cuda.current_device()).wait_event(self._event)
 
     @property
     def event(self) -> Any:

@@ -8,13 +8,15 @@ from unittest import mock
 import pytest
 import torch
 
+from moe_ep import streams
 from moe_ep.streams import InFlight, making
 
 
 @pytest.fixture(autouse=True)
 def capturing(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether a CUDA graph is being captured; a machine without GPUs cannot say."""
+    """Whether a CUDA graph is being captured; a machine without GPUs cannot say, and has no device."""
     now = [False]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now[0])
     return now
 
@@ -25,22 +27,22 @@ def flight(event: object, keep: torch.Tensor) -> InFlight:
 
 def test_a_flight_that_dies_unawaited_makes_the_callers_stream_wait() -> None:
     event, sent = object(), torch.ones(1)
-    with mock.patch.object(torch.cuda, "current_stream") as stream:
+    with mock.patch.object(streams, "_current_stream") as stream:
         one = flight(event, sent)
         del one
-        stream().wait_event.assert_called_once_with(event)
+        stream.return_value.wait_event.assert_called_once_with(event)
 
 
 def test_a_capture_does_not_wait_for_what_happened_outside(capturing: list[bool]) -> None:
     one, capturing[0] = flight(object(), torch.ones(1)), True
-    with mock.patch.object(torch.cuda, "current_stream") as stream:
+    with mock.patch.object(streams, "_current_stream") as stream:
         del one
-        stream().wait_event.assert_not_called()
+        stream.return_value.wait_event.assert_not_called()
 
 
 def test_an_awaited_flight_lets_go_of_its_inputs_and_waits_once() -> None:
     event, sent = object(), torch.ones(1)
-    with mock.patch.object(torch.cuda, "current_stream") as stream:
+    with mock.patch.object(streams, "_current_stream") as stream:
         one = flight(event, sent)
         kept = weakref.ref(sent)
         del sent
@@ -48,16 +50,17 @@ def test_an_awaited_flight_lets_go_of_its_inputs_and_waits_once() -> None:
         one.wait()
         assert kept() is None
         del one
-        stream().wait_event.assert_called_once_with(event)
+        stream.return_value.wait_event.assert_called_once_with(event)
 
 
 def test_a_step_without_its_wait_makes_none() -> None:
     event = mock.Mock()
-    with mock.patch.object(torch.cuda, "current_stream") as stream:
+    with mock.patch.object(streams, "_current_stream") as stream:
         with making(at_launch=True, at_arrival=False):
             flight(event, torch.ones(1)).wait_on_host()
         event.synchronize.assert_not_called()
-        stream().wait_event.assert_not_called()
+        stream.return_value.wait_event.assert_not_called()
         flight(event, torch.ones(1)).wait_on_host()
         event.synchronize.assert_called_once_with()
-        stream().wait_event.assert_called_once_with(event)
+        flight(event, torch.ones(1)).wait()
+        stream.return_value.wait_event.assert_called_once_with(event)
