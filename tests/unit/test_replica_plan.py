@@ -155,6 +155,23 @@ def test_small_plans_use_their_placement_in_full() -> None:
     assert seen > 200
 
 
+def test_numbers_of_ranks_do_not_matter_and_further_slots_never_harm() -> None:
+    rng = random.Random(9)
+    for _ in range(80):
+        totals, num_ranks, slots = random_case(rng)
+        if rng.random() < 0.3:
+            num_ranks, totals = 8, [int(50 * rng.lognormvariate(0, 1.5)) for _ in range(16)]
+        made, more = (plan(from_totals(totals, num_ranks), slots + spare) for spare in (0, 1))
+        assert int(more.max_load) <= int(made.max_load), (totals, num_ranks, slots)
+        num_local, order = len(totals) // num_ranks, list(range(num_ranks))
+        rng.shuffle(order)
+        renamed = [rows for rank in order for rows in totals[rank * num_local : (rank + 1) * num_local]]
+        other = plan(from_totals(renamed, num_ranks), slots)
+        assert (int(other.max_load), int(other.num_replicas())) == (int(made.max_load), int(made.num_replicas()))
+        given = [expert // num_local for expert, _ in replicas(made)]
+        assert all(given.count(rank) <= num_ranks - 1 + num_local for rank in range(num_ranks))
+
+
 def test_exact_is_only_claimed_where_it_is_true() -> None:
     rng, claimed = random.Random(11), 0
     for _ in range(200):
@@ -195,6 +212,7 @@ ADVERSARIAL = {
     "four equal experts, one slot elsewhere": ([100, 100, 100, 100, 0, 0, 0, 0], 2, 1, 300),
     "a hot expert on every rank": ([5000, 1, 1, 1, 1], 5, 1, 1001),
     "a source that only another source can help": ([197, 725, 500], 3, 1, 474),
+    "one rank takes every slot": ([9600, 100, 50, 50, 50, 50] + [0] * 66, 12, 5, 825),
     "2^24 + 1": ([2**24 + 1, 0], 2, 1, 2**23 + 1),
     "2^31 - 1": ([2**31 - 1, 0], 2, 1, 2**30),
 }
