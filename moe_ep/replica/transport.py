@@ -25,7 +25,9 @@ from ..errors import InputError, PlanError, lost_peer
 from .plan import Plan
 
 Tensors = Sequence[Tensor]
+Message = tuple[Callable[..., Any], Tensor, int]  # isend or irecv, what, to or from which rank
 _WEIGHTS, _GRADS = 1, 2  # tags: an operation's messages meet only each other
+_BATCH = 16  # replicas whose messages are posted at once
 
 
 class Copy(NamedTuple):
@@ -155,60 +157,79 @@ def zero_used(plan: Plan, rank: int, slot_grads: Tensors) -> None:
 
 
 class GroupTransport(Transport):
-    """Point-to-point messages in a process group (gloo on CPUs), one for each replica and parameter.
+    """Point-to-point messages in a process group, one for each replica and parameter: gloo on CPUs, NCCL on GPUs.
 
     A receiver posts its receives when its slots are free, and its waits end when they are filled: for two-sided
-    messages that is the entry and the exit fence of each pair, and ranks that exchange nothing need none.
+    messages that is the entry and the exit fence of each pair, and ranks that exchange nothing need none. With NCCL
+    both are ordered behind what the current stream holds at the launch, and before what it gets after `wait`.
+
+    Args:
+        group: the expert-parallel ranks. With NCCL the constructor is collective: it makes the communicator, which a
+            rank with nothing to send would otherwise come too late to.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self.rank, self.num_ranks = group, group.rank(), group.size()
+        if torch.cuda.is_available() and torch.device("cuda") in group._device_types:
+            device = torch.device("cuda", torch.cuda.current_device())
+            if group._get_backend(device).supports_coalescing:
+                dist.all_reduce(torch.zeros(1, device=device), group=group)
 
     def _push(self, plan: Plan, masters: Tensors, slots: Tensors) -> InFlight:
-        sends, receives = [], []
-        for copy in copies(plan):
-            for master, slot in zip(masters, slots, strict=True):
-                if copy.home == self.rank:
-                    sends.append((master[copy.local], copy.rank))
-                elif copy.rank == self.rank:
-                    receives.append((slot[copy.slot], copy.home))
-        works = self._launch("weight_sync", _WEIGHTS, sends, receives)
+        batches = []
+        for some in batched(copies(plan)):
+            messages: list[Message] = []
+            for copy in some:
+                for master, slot in zip(masters, slots, strict=True):
+                    if copy.home == self.rank:
+                        messages.append((dist.isend, master[copy.local].detach().contiguous(), copy.rank))
+                    elif copy.rank == self.rank:
+                        messages.append((dist.irecv, slot[copy.slot], copy.home))
+            batches.append(messages)
+        works = self._launch("weight_sync", _WEIGHTS, batches)
         return InFlight(lambda: self._wait("weight_sync", works))
 
     def _pull(self, plan: Plan, slot_grads: Tensors, master_grads: Tensors) -> InFlight:
-        sends, receives, totals = [], [], []
-        for copy in copies(plan):
-            for total, part in zip(master_grads, slot_grads, strict=True):
-                if copy.rank == self.rank:
-                    sends.append((part[copy.slot], copy.home))
-                elif copy.home == self.rank:
-                    receives.append((torch.empty(total.shape[1:], device=total.device), copy.rank))
-                    totals.append(total[copy.local])
-        works = self._launch("grad_reduce", _GRADS, sends, receives)
+        batches, sums = [], []
+        for some in batched(copies(plan)):
+            messages: list[Message] = []
+            for copy in some:
+                for total, part in zip(master_grads, slot_grads, strict=True):
+                    if copy.rank == self.rank:
+                        messages.append((dist.isend, part[copy.slot], copy.home))
+                    elif copy.home == self.rank:
+                        arrived = torch.empty(total.shape[1:], device=total.device)
+                        messages.append((dist.irecv, arrived, copy.rank))
+                        sums.append((total[copy.local], arrived))
+            batches.append(messages)
+        works = self._launch("grad_reduce", _GRADS, batches)
 
         def finish() -> None:
             self._wait("grad_reduce", works)
-            for total, (part, _) in zip(totals, receives, strict=True):
-                total += part
+            for total, arrived in sums:
+                total += arrived
             zero_used(plan, self.rank, slot_grads)
 
         return InFlight(finish)
 
-    def _launch(self, what: str, tag: int, sends: list[Any], receives: list[Any]) -> list[tuple[Any, Tensor]]:
-        """Post everything; each work comes with the tensor that it must not lose."""
+    def _launch(self, what: str, tag: int, batches: list[list[Message]]) -> tuple[list[Any], list[list[Message]]]:
+        """Post everything; the messages come back too, whose tensors must live until the works are done."""
         launch_unlogged(self._group)
+        works = []
         try:
-            posted = [(dist.irecv(_bytes(t), group=self._group, group_src=r, tag=tag), t) for t, r in receives]
-            for tensor, rank in sends:
-                data = _bytes(tensor.detach().contiguous())
-                posted.append((dist.isend(data, group=self._group, group_dst=rank, tag=tag), data))
+            for messages in batches:
+                ops = [
+                    dist.P2POp(op, _bytes(tensor), group=self._group, group_peer=peer, tag=tag)
+                    for op, tensor, peer in messages
+                ]
+                works += dist.batch_isend_irecv(ops) if ops else []
         except RuntimeError as err:
             raise lost_peer(f"{what} of replicas", err) from err
-        return posted
+        return works, batches
 
-    def _wait(self, what: str, works: list[tuple[Any, Tensor]]) -> None:
+    def _wait(self, what: str, flying: tuple[list[Any], list[list[Message]]]) -> None:
         try:
-            for work, _ in works:
+            for work in flying[0]:
                 work.wait()
         except RuntimeError as err:
             raise lost_peer(f"{what} of replicas", err) from err
@@ -220,6 +241,11 @@ class GroupTransport(Transport):
         except RuntimeError as err:
             raise lost_peer("agreement about a replica plan", err) from err
         return everybody
+
+
+def batched(all_copies: list[Copy]) -> list[list[Copy]]:
+    """Pieces of one list, alike on all ranks: hundreds of messages at once hung NCCL (sgl-project/sglang#30829)."""
+    return [all_copies[first : first + _BATCH] for first in range(0, len(all_copies), _BATCH)]
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -126,16 +126,23 @@ class Run:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, name: str, slots: int, mutant: str = "", dp: Any = None, sharded: bool = False
+        self,
+        group: dist.ProcessGroup,
+        name: str,
+        slots: int,
+        mutant: str = "",
+        dp: Any = None,
+        sharded: bool = False,
+        device: str = "cpu",
     ) -> None:
         self.group, self.rank, self.num_ranks = group, group.rank(), group.size()
-        self.slots, self.mutant, self.dp = slots, mutant, dp
+        self.slots, self.mutant, self.dp, self.device = slots, mutant, dp, device
         transports = {"not reduced": NotReduced, "reduced twice": TwiceReduced}
         self.transport = transports.get(mutant, GroupTransport)(group)
         physical = E + self.num_ranks * slots
         config = DispatchConfig(name=name, num_experts=physical, top_k=K, hidden_size=H, max_tokens=T)
         self.dispatcher: Dispatcher = build_dispatcher(config, group)
-        self.layers = [Layer(number, self.rank, self.num_ranks) for number in range(LAYERS)]
+        self.layers = [Layer(number, self.rank, self.num_ranks).to(device) for number in range(LAYERS)]
         self.buffers = SlotBuffers(slots, [self.layers[0].up, self.layers[0].down])
         for layer in self.layers if sharded else []:
             fully_shard(layer, mesh=dp, reshard_after_forward=True)
@@ -144,7 +151,7 @@ class Run:
             layer.set_gradient_divide_factor(1.0)
 
     def plan(self, ids: Tensor) -> Plan:
-        loads = [torch.empty(E, dtype=torch.int64) for _ in range(self.num_ranks)]
+        loads = [torch.empty(E, dtype=torch.int64, device=self.device) for _ in range(self.num_ranks)]
         dist.all_gather(loads, expert_load(ids, E), group=self.group)
         made = plan(torch.stack(loads), self.slots)
         self.transport.agree(made)
@@ -155,8 +162,8 @@ class Run:
         place = 0 if self.dp is None else self.dp.get_local_rank()
         generator = torch.Generator().manual_seed(1000 + number * 10 + place * self.num_ranks + self.rank)
         tokens = 0 if self.rank == 1 and number % 3 == 1 else T
-        x_TH, target_TH = (torch.randn(T, H, generator=generator)[:tokens] for _ in range(2))
-        bias_E = torch.zeros(E).index_fill_(0, torch.tensor([number % E, (number % E) ^ 1]), 2.0)
+        x_TH, target_TH = (torch.randn(T, H, generator=generator)[:tokens].to(self.device) for _ in range(2))
+        bias_E = torch.zeros(E).index_fill_(0, torch.tensor([number % E, (number % E) ^ 1]), 2.0).to(self.device)
         step, h = Step(), x_TH
         for layer in self.layers:
             h = layer(self, h, bias_E, step)
@@ -179,7 +186,7 @@ class Run:
             dist.all_reduce(here, group=self.group)
         if self.dp is not None and not isinstance(grad, DTensor):
             dist.all_reduce(here, group=self.dp.get_group())
-        step.grads.append((grad.full_tensor() if isinstance(grad, DTensor) else grad).clone())
+        step.grads.append((grad.full_tensor() if isinstance(grad, DTensor) else grad).cpu().clone())
         parameter -= RATE * grad
         parameter.grad = None
         if self.dp is not None and not isinstance(parameter, DTensor):
@@ -188,8 +195,10 @@ class Run:
             step.copies_equal &= all(torch.equal(everybody[0], other) for other in everybody)
 
 
-def train(group: dist.ProcessGroup, rank: int, name: str, slots: int, steps: int, mutant: str = "") -> list[Step]:
-    run = Run(group, name, slots, mutant)
+def train(
+    group: dist.ProcessGroup, rank: int, name: str, slots: int, steps: int, mutant: str = "", device: str = "cpu"
+) -> list[Step]:
+    run = Run(group, name, slots, mutant, device=device)
     return [run.step(number) for number in range(steps)]
 
 
@@ -202,3 +211,36 @@ def largest_difference(ours: list[list[Step]], theirs: list[list[Step]]) -> floa
             for grad, reference in zip(a.grads, b.grads, strict=True):
                 worst = max(worst, float((grad - reference).abs().max() / reference.abs().max().clamp_min(1e-3)))
     return worst
+
+
+def messages(group: dist.ProcessGroup, rank: int, dtype: torch.dtype, device: str = "cpu") -> None:
+    """Weights bit for bit, gradients in their order, whatever a rank has to send."""
+    end, num_ranks = GroupTransport(group), group.size()
+    load = torch.ones(num_ranks, 2 * num_ranks, dtype=torch.int32)
+    load[:, 0] = 60
+    made = plan(load, 2)
+    assert (int(made.num_replicas()) > 0) == (num_ranks > 1)
+
+    def values(of_rank: int, rows: int, kind: torch.dtype) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(of_rank)
+        return [torch.randn((rows, *s), generator=generator).to(device, kind) for s in ((3, 5), (4,))]
+
+    slots = values(100 + rank, 2, dtype)
+    before = [t.clone() for t in slots]
+    strided = [t.repeat_interleave(2, -1)[..., ::2] for t in values(rank, 2, dtype)]
+    end.weight_sync(made, strided, slots).wait()
+    mine = {copy.slot: copy for copy in copies(made) if copy.rank == rank}
+    for slot in range(2):
+        source = values(mine[slot].home, 2, dtype) if slot in mine else before
+        place = mine[slot].local if slot in mine else slot
+        assert all(torch.equal(a[slot], b[place]) for a, b in zip(slots, source, strict=True))
+    totals, parts = values(rank, 2, torch.float32), values(100 + rank, 2, torch.float32)
+    expected = [t.clone() for t in totals]
+    for copy in copies(made):
+        if copy.home == rank:
+            for total, part in zip(expected, values(100 + copy.rank, 2, torch.float32), strict=True):
+                total[copy.local] += part[copy.slot]
+    end.grad_reduce(made, parts, totals).wait()
+    assert all(torch.equal(a, b) for a, b in zip(totals, expected, strict=True))
+    for slot in range(2):
+        assert all(bool(part[slot].any()) == (slot not in mine) for part in parts)

@@ -9,53 +9,19 @@ from statistics import fmean
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from moe_ep.errors import PeerError, PlanError
 from moe_ep.replica import plan
-from moe_ep.replica.transport import GroupTransport, copies
+from moe_ep.replica.transport import GroupTransport
 from moe_ep.testing.ranks import RankPool
-from tests.ranks.small_replicas import LAYERS, E, H, Run, S, Step, T, largest_difference, train
+from tests.ranks.small_replicas import LAYERS, E, H, Run, S, Step, T, largest_difference, messages, train
 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
     with RankPool(4) as ranks:
         yield ranks
-
-
-def messages(group: dist.ProcessGroup, rank: int, dtype: torch.dtype) -> None:
-    """Weights bit for bit, gradients in their order, whatever a rank has to send."""
-    end, num_ranks = GroupTransport(group), group.size()
-    load = torch.ones(num_ranks, 2 * num_ranks, dtype=torch.int32)
-    load[:, 0] = 60
-    made = plan(load, 2)
-    assert (int(made.num_replicas()) > 0) == (num_ranks > 1)
-
-    def values(of_rank: int, rows: int, kind: torch.dtype) -> list[Tensor]:
-        generator = torch.Generator().manual_seed(of_rank)
-        return [torch.randn((rows, *s), generator=generator).to(kind) for s in ((3, 5), (4,))]
-
-    slots = values(100 + rank, 2, dtype)
-    before = [t.clone() for t in slots]
-    strided = [t.repeat_interleave(2, -1)[..., ::2] for t in values(rank, 2, dtype)]
-    end.weight_sync(made, strided, slots).wait()
-    mine = {copy.slot: copy for copy in copies(made) if copy.rank == rank}
-    for slot in range(2):
-        source = values(mine[slot].home, 2, dtype) if slot in mine else before
-        place = mine[slot].local if slot in mine else slot
-        assert all(torch.equal(a[slot], b[place]) for a, b in zip(slots, source, strict=True))
-    totals, parts = values(rank, 2, torch.float32), values(100 + rank, 2, torch.float32)
-    expected = [t.clone() for t in totals]
-    for copy in copies(made):
-        if copy.home == rank:
-            for total, part in zip(expected, values(100 + copy.rank, 2, torch.float32), strict=True):
-                total[copy.local] += part[copy.slot]
-    end.grad_reduce(made, parts, totals).wait()
-    assert all(torch.equal(a, b) for a, b in zip(totals, expected, strict=True))
-    for slot in range(2):
-        assert all(bool(part[slot].any()) == (slot not in mine) for part in parts)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
