@@ -1,4 +1,4 @@
-"""Which dispatchers can run on this machine, each refusal with its reason: what `python -m moe_ep doctor` prints."""
+"""Which dispatchers and experts can run on this machine, each refusal with its reason: `python -m moe_ep doctor`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from .config import DispatchConfig, MoEConfig
 from .dispatch import Capabilities, Dispatcher, find_dispatcher, known_dispatchers
 from .dispatch.capabilities import capability_reasons
 from .errors import MoEError
+from .experts import find_experts, known_experts
 from .machine import machine, num_gpus
 from .routing import Routing
 
@@ -23,11 +24,14 @@ def diagnose() -> dict[str, Any]:
     """The whole report, ready for JSON.
 
     Returns:
-        `machine()` plus `dispatchers`: name to {usable, reasons, findings, conditions}; `default`: the name of the
-        default dispatcher; `works`: whether it can run here and moved rows as it should.
+        `machine()` plus `dispatchers`: name to {usable, reasons, findings, conditions}; `experts`: name to {usable,
+        reasons, findings}; `default`: the name of the default dispatcher; `works`: whether it can run here and moved
+        rows as it should.
     """
     found = {name: examine(name) for name in known_dispatchers()}
-    return {**machine(), "dispatchers": found, "default": DEFAULT, "works": found[DEFAULT]["usable"]}
+    experts = {name: examine_experts(name) for name in known_experts()}
+    works = found[DEFAULT]["usable"]
+    return {**machine(), "dispatchers": found, "experts": experts, "default": DEFAULT, "works": works}
 
 
 def examine(name: str) -> dict[str, Any]:
@@ -51,6 +55,20 @@ def examine(name: str) -> dict[str, Any]:
         "conditions": conditions(caps),
         "capabilities": dataclasses.asdict(caps),
     }
+
+
+def examine_experts(name: str) -> dict[str, Any]:
+    """Whether experts can run here with some configuration, why not, and what was found of what they need."""
+    findings: list[str] = []
+    try:
+        cls = find_experts(name)
+        findings = cls.findings()
+        reasons = cls.machine_reasons()
+    except MoEError as err:
+        reasons = [str(err)]
+    except Exception as err:  # a library may fail in any way, and the report must go on
+        reasons = [f"finding out failed: {type(err).__name__}: {err}"]
+    return {"usable": not reasons, "reasons": reasons, "findings": findings}
 
 
 def machine_reasons(name: str, cls: type[Dispatcher]) -> list[str]:
@@ -137,7 +155,7 @@ def to_text(report: dict[str, Any]) -> str:
     """The report for a person: one fact a line, aligned."""
     facts = [*_software(report), *_hardware(report)]
     lines = [f"{label:<12}{text}" for label, text in facts]
-    width = max(map(len, report["dispatchers"])) + 2
+    width = max(map(len, (*report["dispatchers"], *report["experts"]))) + 2
     lines += ["", "dispatchers"]
     for name, found in report["dispatchers"].items():
         state = "usable" if found["usable"] else "not usable"
@@ -146,6 +164,11 @@ def to_text(report: dict[str, Any]) -> str:
         lines.append(f"  {name:<{width}}{state:<12}{words}".rstrip())
         more = (*found["findings"], *found.get("capabilities", {}).get("notes", ()))
         lines += [f"  {'':<{width + 12}}{text}" for text in more]
+    lines += ["", "experts"]
+    for name, found in report["experts"].items():
+        state, words = ("usable", "") if found["usable"] else ("not usable", "; ".join(found["reasons"]))
+        lines.append(f"  {name:<{width}}{state:<12}{words}".rstrip())
+        lines += [f"  {'':<{width + 12}}{text}" for text in found["findings"]]
     verdict = "works" if report["works"] else "does not work here"
     return "\n".join([*lines, "", f"The default dispatcher, {report['default']}, {verdict}."])
 

@@ -6,6 +6,7 @@ expert l computes (silu(x Wg^T) * (x Wu^T)) Wd^T with Wg = w_gate_up[l, :I], Wu 
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable
 from typing import TypeVar
@@ -89,6 +90,16 @@ class GroupedExperts(nn.Module):
         """What a back end implements: `forward` without the checks, under `sms.leave_free`."""
         raise NotImplementedError(f"{type(self).__name__} must implement compute(inp)")
 
+    @classmethod
+    def findings(cls) -> list[str]:
+        """What was found on this machine of what these experts need, sentences for a person."""
+        return []
+
+    @classmethod
+    def machine_reasons(cls) -> list[str]:
+        """Why these experts cannot run on this machine, whatever the configuration, sentences; empty: they can."""
+        return []
+
     def extra_repr(self) -> str:
         """Which experts these are."""
         num_local, hidden_size, inner_size = self.w_down.shape
@@ -99,6 +110,7 @@ class GroupedExperts(nn.Module):
 
 
 X = TypeVar("X", bound=type[GroupedExperts])
+_BUILT_IN = {"quack": ".quack_experts"}  # modules that register a name, imported when it is asked for
 _REGISTRY: dict[str, type[GroupedExperts]] = {}
 
 
@@ -111,6 +123,8 @@ def register_experts(name: str) -> Callable[[X], X]:
 
     def add(cls: X) -> X:
         known = _REGISTRY.get(name)
+        own = cls.__module__ == f"{__package__}{_BUILT_IN.get(name, '')}"
+        require(name not in _BUILT_IN or own, f"experts {name!r} are moe_ep's own; choose another name")
         require(known is None, f"experts {name!r} are already registered, as {known}; choose another name")
         _REGISTRY[name] = cls
         return cls
@@ -120,7 +134,21 @@ def register_experts(name: str) -> Callable[[X], X]:
 
 def known_experts() -> list[str]:
     """Every name that `build_experts` takes."""
-    return sorted(_REGISTRY)
+    return sorted({*_REGISTRY, *_BUILT_IN})
+
+
+def find_experts(name: str) -> type[GroupedExperts]:
+    """The class of a name, imported now if need be.
+
+    Raises:
+        RecipeError: unknown name, with the nearest known one.
+    """
+    if name not in _REGISTRY and name in _BUILT_IN:
+        importlib.import_module(_BUILT_IN[name], __package__)
+    cls = _REGISTRY.get(name)
+    if cls is None:
+        raise RecipeError(f"experts = {name!r} is not registered; {nearest(name, known_experts())}")
+    return cls
 
 
 def build_experts(config: MoEConfig, num_local: int, first_expert: int, layer_index: int) -> GroupedExperts:
@@ -130,10 +158,7 @@ def build_experts(config: MoEConfig, num_local: int, first_expert: int, layer_in
         RecipeError: unknown name (with the nearest known one), or a range of experts outside num_experts.
         Unavailable: a configuration that these experts cannot compute, with a way out.
     """
-    cls = _REGISTRY.get(config.experts)
-    if cls is None:
-        raise RecipeError(f"experts = {config.experts!r} is not registered; {nearest(config.experts, _REGISTRY)}")
-    return cls(config, num_local, first_expert, layer_index)
+    return find_experts(config.experts)(config, num_local, first_expert, layer_index)
 
 
 @register_experts("torch")

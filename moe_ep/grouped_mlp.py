@@ -9,7 +9,7 @@ Backward needs three products with dy, whichever side of W_down the weight stand
 so the gradient of the row weights costs no saved [N, H] and the scaled output is never kept.
 
 What `grouped_mm` asks for is met here and nowhere else: the stride of every row and the address of every operand
-are multiples of 16 bytes (`pad_inputs`, `_aligned`), gradients are not expanded (`_aligned`; pytorch/pytorch#144060),
+are multiples of 16 bytes (`pad_inputs`, `aligned`), gradients are not expanded (`aligned`; pytorch/pytorch#144060),
 and no group table meets zero rows (`rows_mm`, `weight_grad`). It leaves the rows beyond the last group unwritten.
 Everything below works row by row there, and what leaves for other rows or other modules is zeroed (`zero_tail_`).
 """
@@ -123,7 +123,7 @@ class _GroupedSwiGLU(torch.autograd.Function):
         h, weights_N, w_gate_up, w_down, ends, *rows = ctx.saved_tensors
         need_x, need_weights, need_gate_up, need_down = ctx.needs_input_grad[:4]
         dx = d_weights = d_gate_up = d_down = dh = act = None
-        dy_NH, plan = _aligned(dy_NH), ctx.plan
+        dy_NH, plan = aligned(dy_NH), ctx.plan
         with leave_free(plan.free_sms):
             if need_x or need_weights or need_gate_up:
                 q = rows_mm(dy_NH, w_down, ends, transpose=False)
@@ -167,15 +167,15 @@ def _rows_again(kept: list[Tensor], plan: _Plan) -> Tensor:
 
 def rows_mm(a_NK: Tensor, w: Tensor, ends_L: Tensor, *, transpose: bool) -> Tensor:
     """[N, M]: each expert's rows times its w [K, M] (or [M, K]^T); rows beyond ends[L-1] stay unwritten."""
-    w = _aligned(w).transpose(1, 2) if transpose else _aligned(w)
-    return _grouped_mm(_aligned(a_NK), w, ends_L) if a_NK.shape[0] > 0 else a_NK.new_empty((0, w.shape[2]))
+    w = aligned(w).transpose(1, 2) if transpose else aligned(w)
+    return _grouped_mm(aligned(a_NK), w, ends_L) if a_NK.shape[0] > 0 else a_NK.new_empty((0, w.shape[2]))
 
 
 def weight_grad(a_NP: Tensor, b_NQ: Tensor, ends_L: Tensor) -> Tensor:
     """[L, P, Q]: a^T b over each expert's own rows, exactly zero for an expert without rows."""
     if a_NP.shape[0] == 0:
         return a_NP.new_zeros((ends_L.shape[0], a_NP.shape[1], b_NQ.shape[1]))
-    return _grouped_mm(_aligned(a_NP).t(), _aligned(b_NQ), ends_L)
+    return _grouped_mm(aligned(a_NP).t(), aligned(b_NQ), ends_L)
 
 
 def _grouped_mm(a: Tensor, b: Tensor, ends_L: Tensor) -> Tensor:
@@ -184,7 +184,7 @@ def _grouped_mm(a: Tensor, b: Tensor, ends_L: Tensor) -> Tensor:
         return F.grouped_mm(a, b, offs=ends_L)
 
 
-def _aligned(t: Tensor) -> Tensor:
+def aligned(t: Tensor) -> Tensor:
     """`t`, or a copy of it where its memory is not what grouped_mm takes (a view, a slice, an expanded gradient)."""
     # strides are compared one by one: is_contiguous() ignores those of dimensions of size 1, grouped_mm does not
     strides = [math.prod(t.shape[dim + 1 :]) for dim in range(t.dim())]

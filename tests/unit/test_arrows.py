@@ -34,6 +34,9 @@ PURE = {
         "router",
         "load",
         "experts",
+        "quack_experts",
+        "quack_gemms",
+        "quack_library",
     )
 }
 HARMLESS = set(sys.stdlib_module_names) - {"subprocess", "multiprocessing", "threading", "socket", "os", "asyncio"}
