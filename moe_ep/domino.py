@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 from .dispatch.base import Dispatcher
 from .dispatch.ticket import Stage, Ticket
 from .dispatch.waits import ALL_WAITS
+from .eager import eager
 from .errors import InputError, ProtocolError, RecipeError
 from .layer import LayerFlight, MoEAux, MoELayer
 from .peers import is_early_stop
@@ -142,13 +143,18 @@ class DominoLayer(nn.Module):
     def _run(self, inputs: list[Pending], valid: list[Tensor | None]) -> Group:
         if self.moe is not None:
             self.moe.dispatcher.check_interleaving(len(inputs))
-        plan = schedule(len(inputs), dense=self.moe is None, outside=self._outside)
-        run = _Run(self, inputs, valid, _links(plan))
+        plan, links = self._plan(len(inputs))
+        run = _Run(self, inputs, valid, links)
         run.walk(plan.steps[: plan.before])
         if self._region is None:
             run.walk(plan.steps[plan.before :])
             return run.results()
         return _recomputed(self._region, run, plan)
+
+    @eager  # a trace cannot make a schedule again
+    def _plan(self, num_micro_batches: int) -> tuple[Schedule, list[frozenset[Link]]]:
+        plan = schedule(num_micro_batches, dense=self.moe is None, outside=self._outside)
+        return plan, _links(plan)
 
 
 class _Run:

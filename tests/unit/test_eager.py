@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ep import DispatchConfig, MoEConfig, MoELayer, Routing, build_dispatcher
+from tests.ranks.small_stack import inputs, small_stack
 
 H = 16
 
@@ -123,3 +124,15 @@ def test_stages_inside_a_compiled_function(counter: Any, name: str) -> None:
 def test_the_import_does_not_bring_the_compiler() -> None:
     code = "import sys, moe_ep.layer; assert 'torch._dynamo' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+
+
+def test_a_compiled_stack_of_interleaved_micro_batches(counter: Any) -> None:
+    model = small_stack(None)
+    xs = inputs(0, 2)
+    want = [y.detach() for y in model(xs)[0]]
+    ys, _ = torch.compile(model, backend=counter)(xs)
+    assert counter.frame_count > 0
+    torch.stack([y.sum() for y in ys]).sum().backward()
+    for got, wanted in zip(ys, want, strict=True):
+        assert torch.allclose(got, wanted, rtol=1e-6, atol=1e-6), "the compiler may fuse"
+    assert all(p.grad is not None for p in model.parameters())
