@@ -343,6 +343,9 @@ def _tell(err: Exception, layers: Sequence[nn.Module], number: int) -> None:
 class DominoStack(nn.Module):
     """DominoLayers one after the other: M tensors to M tensors.
 
+    M is known at the call. Say it in the layers' configuration, too (`MoEConfig.num_micro_batches`), and a dispatcher
+    that holds fewer micro-batches in flight is refused when the layer is built, not at the first call.
+
     Args:
         layers: modules with the pieces of `DominoLayer`.
 

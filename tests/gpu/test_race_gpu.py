@@ -11,7 +11,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from moe_ep import DominoStack, MoEError, domino, moe_layers, race
 from moe_ep.dispatch import all2all
@@ -65,14 +64,18 @@ def late() -> None:
 def late_compute(model: DominoStack) -> Iterator[None]:
     """The compute stream is behind the host: attention, packing and experts each start late."""
     (moe,) = moe_layers(model)
-    real = all2all.gather_rows
 
-    def gather(*args: Any, **options: Any) -> Tensor:
-        late()
-        return real(*args, **options)
+    def later(name: str) -> Any:
+        real = getattr(all2all, name)
+
+        def gather(*args: Any, **options: Any) -> Any:
+            late()
+            return real(*args, **options)
+
+        return mock.patch.object(all2all, name, gather)
 
     hooks = [part.register_forward_pre_hook(lambda *_: late()) for part in (model.layers[0].mix, moe.experts)]
-    with mock.patch.object(all2all, "gather_rows", gather):
+    with later("gather_routes"), later("gather_rows"):
         yield
     for hook in hooks:
         hook.remove()
