@@ -50,6 +50,18 @@ class Note(torch.autograd.Function):
         return grads[0], None, None
 
 
+def without_gradients(group: dist.ProcessGroup, rank: int) -> tuple[list[float], bool]:
+    flight = Flight(AllToAllRows(group, [1, 1], [1, 1], 2, 2), comm_stream(torch.device("cpu"), group), "D0")
+    x = torch.tensor([[10.0 * rank], [10.0 * rank + 1]], requires_grad=True)
+    with torch.no_grad():
+        (received,) = finish(flight, *start(flight, x))
+    return received.view(-1).tolist(), received.requires_grad
+
+
+def test_without_gradients_rows_travel_and_no_node_is_made(pool: RankPool) -> None:
+    assert pool.run(without_gradients) == [([0.0, 10.0], False), ([1.0, 11.0], False)]
+
+
 def two_micro_batches(group: dist.ProcessGroup, rank: int) -> list[str]:
     log: list[str] = []
     comm = comm_stream(torch.device("cpu"), group)

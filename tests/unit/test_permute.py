@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe_ep.permute import ExpertInput, gather_rows, make_offsets, sort_routes, sum_rows
+from moe_ep.permute import ExpertInput, gather_routes, gather_rows, make_offsets, sort_routes, sum_rows
 
 NAN = float("nan")
 
@@ -74,6 +74,32 @@ def test_gather_and_sum_are_transposes(routing: tuple[Tensor, int], seed: int) -
     (dg,) = torch.autograd.grad(summed, g, x.detach())
     assert torch.equal(dx, summed.detach())
     assert torch.equal(dg, gathered.detach())
+
+
+@given(
+    routing=routings(), seed=st.integers(0, 99), wanted=st.sampled_from([(True, True), (True, False), (False, True)])
+)
+def test_rows_and_weights_of_routes_are_gathered_as_each_alone(
+    routing: tuple[Tensor, int], seed: int, wanted: tuple[bool, bool]
+) -> None:
+    ids, num_experts = routing
+    routes = sort_routes(ids, num_experts)
+    x, weights = integers(ids.shape[0], 3, seed=seed), integers(*ids.shape, seed=seed + 1)
+    for tensor, needed in zip((x, weights), wanted, strict=True):
+        tensor.requires_grad_(needed)
+    both = gather_routes(x, weights, routes)
+    apart = (
+        gather_rows(x, routes.row_token, routes.positions),
+        gather_rows(weights.view(-1), routes.row_slot, routes.positions.view(-1, 1)),
+    )
+    leaves = [tensor for tensor, needed in zip((x, weights), wanted, strict=True) if needed]
+    grads = [integers(*out.shape, seed=seed + 2) for out in apart]
+    sums = (sum((out * grad).sum() for out, grad in zip(outs, grads, strict=True)) for outs in (both, apart))
+    assert all(torch.equal(one, other) for one, other in zip(both, apart, strict=True))
+    for one, other in zip(*(torch.autograd.grad(total, leaves) for total in sums), strict=True):
+        assert torch.equal(one, other)
+    with torch.no_grad():
+        assert all(out.grad_fn is None for out in gather_routes(x, weights, routes))
 
 
 @given(routing=routings(), seed=st.integers(0, 99))
