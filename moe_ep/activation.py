@@ -72,7 +72,8 @@ def zero_tail_(rows: Tensor, ends: Tensor, total: int | None, *, kernels: bool) 
     """Zero the tail in place; `total` is ends[L-1] where the host knows it."""
     # filled, not multiplied: the tail may hold NaN, and 0 * NaN is NaN (huggingface/transformers#48205)
     if total is not None:
-        rows[total:].zero_()
+        if total < rows.shape[0]:
+            rows[total:].zero_()
     elif kernels:
         swiglu_module().zero_tail(rows, ends[-1:])
     else:

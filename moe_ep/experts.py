@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .autocast import no_autocast
 from .config import MoEConfig, nearest, require
 from .eager import eager
 from .errors import InputError, RecipeError, Unavailable
@@ -79,7 +80,7 @@ class GroupedExperts(nn.Module):
         _check_input(inp, self.w_down)
         if reserve_sms:
             _check_reserve(self, reserve_sms, inp.source.device)
-        with _own_dtype(inp.source), leave_free(reserve_sms):
+        with no_autocast(inp.source.device), leave_free(reserve_sms):
             return self.compute(inp)
 
     def reserve_refusal(self, device: torch.device) -> str | None:
@@ -251,17 +252,12 @@ class SharedExperts(nn.Module):
                 f"shared experts of H = {self.w_down.shape[0]} in {self.w_down.dtype} got x {tuple(x_TH.shape)} in "
                 f"{x_TH.dtype}; cast x or build the layer with its dtype and size"
             )
-        with _own_dtype(x_TH):
+        with no_autocast(x_TH.device):
             gate, up = F.linear(x_TH, self.w_gate_up).chunk(2, dim=-1)
             y_TH = F.linear(F.silu(gate) * up, self.w_down)
             if self.w_gate is None:
                 return y_TH
             return _scaled(y_TH, torch.sigmoid(_at_least_float32(x_TH @ self.w_gate)))
-
-
-def _own_dtype(x: Tensor) -> torch.autocast:
-    """Compute in the parameters' dtype: under autocast results would come in another one, or not at all."""
-    return torch.autocast(x.device.type, enabled=False)
 
 
 def _at_least_float32(x: Tensor) -> Tensor:

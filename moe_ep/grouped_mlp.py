@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .activation import activate, activate_backward, scale_, zero_tail_
+from .autocast import no_autocast
 from .permute import ExpertInput, gather_rows
 from .sms import leave_free, left_free
 
@@ -179,8 +180,7 @@ def weight_grad(a_NP: Tensor, b_NQ: Tensor, ends_L: Tensor) -> Tensor:
 
 
 def _grouped_mm(a: Tensor, b: Tensor, ends_L: Tensor) -> Tensor:
-    # autocast would change the result's dtype behind the function's back: experts compute in their weights' dtype
-    with torch.autocast(a.device.type, enabled=False):
+    with no_autocast(a.device):
         return F.grouped_mm(a, b, offs=ends_L)
 
 

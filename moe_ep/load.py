@@ -46,7 +46,7 @@ def expert_load(expert_ids_TK: Tensor, num_experts: int) -> Tensor:
         InputError: ids of another dtype.
     """
     ids = _check_ids(expert_ids_TK).reshape(-1)
-    key = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts)
+    key = ids.clamp(-1, num_experts).remainder(num_experts + 1)  # what is no route goes to place E
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
     # not bincount: it reads its output size on the host
     return counts.scatter_add_(0, key, torch.ones_like(key))[:num_experts]

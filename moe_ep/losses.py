@@ -7,6 +7,7 @@ pooling layers first would let opposite imbalances cancel.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -40,7 +41,9 @@ class RouterAux:
 pytree.register_dataclass(RouterAux)  # for FSDP2, see Routing
 
 
-def balance_loss(probs_TE: Tensor, expert_ids_TK: Tensor, alive_T: Tensor, *, num_sequences: int = 1) -> Tensor:
+def balance_loss(
+    probs_TE: Tensor, expert_ids_TK: Tensor, alive_T: Tensor, *, num_sequences: int = 1, load_E: Tensor | None = None
+) -> Tensor:
     """Load-balancing loss E * sum_e f_e * P_e of each sequence, averaged over sequences by their valid tokens.
 
     f_e is the share of the sequence's routes that expert e got, counted from the ids that were really chosen (a second
@@ -54,6 +57,7 @@ def balance_loss(probs_TE: Tensor, expert_ids_TK: Tensor, alive_T: Tensor, *, nu
         expert_ids_TK: int64 [T, K], -1 in the rows that are not alive.
         alive_T: bool [T], tokens that count.
         num_sequences: B; the T tokens are B sequences of T/B tokens, one behind the other.
+        load_E: int64 [E], routes of the ids, where somebody has counted them; saves a count where B = 1.
 
     Returns:
         float32 []; 0 (still part of the graph) where no token is alive.
@@ -64,11 +68,14 @@ def balance_loss(probs_TE: Tensor, expert_ids_TK: Tensor, alive_T: Tensor, *, nu
     num_tokens, num_experts = probs_TE.shape
     top_k = expert_ids_TK.shape[1]
     length = sequence_length(num_tokens, num_sequences)
-    first = num_experts * torch.arange(num_sequences, device=probs_TE.device).repeat_interleave(
-        length, output_size=num_tokens
-    )
-    ids = torch.where(expert_ids_TK >= 0, expert_ids_TK + first[:, None], -1)
-    counts_BE = expert_load(ids, num_sequences * num_experts).view(num_sequences, num_experts)
+    if num_sequences > 1:
+        load_E = None
+        first = num_experts * torch.arange(num_sequences, device=probs_TE.device).repeat_interleave(
+            length, output_size=num_tokens
+        )
+        expert_ids_TK = torch.where(expert_ids_TK >= 0, expert_ids_TK + first[:, None], -1)
+    counts = expert_load(expert_ids_TK, num_sequences * num_experts) if load_E is None else load_E
+    counts_BE = counts.view(num_sequences, num_experts)
     tokens_B = alive_T.view(num_sequences, length).sum(1)
     mass_BE = (probs_TE * alive_T[:, None]).view(num_sequences, length, num_experts).sum(1)
     # tokens_B * loss_B: one of the two divisions by tokens_B cancels against the weight of the sequence
@@ -106,9 +113,8 @@ def router_aux(
 ) -> RouterAux:
     """Scale and add the losses; None is a loss that is off and leaves no node in the graph."""
     zero = torch.zeros((), dtype=torch.float32, device=load_E.device)
-    loss = zero
-    for term, coef in ((aux, config.aux_loss_coef), (z, config.z_loss_coef)):
-        loss = loss if term is None else loss + coef * term
+    terms = [coef * term for term, coef in ((aux, config.aux_loss_coef), (z, config.z_loss_coef)) if term is not None]
+    loss = functools.reduce(torch.add, terms) if terms else zero
     return RouterAux(
         aux_loss=zero if aux is None else aux.detach(),
         z_loss=zero if z is None else z.detach(),

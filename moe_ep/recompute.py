@@ -49,8 +49,9 @@ def choose_experts(scores_TE: Tensor, alive_T: Tensor, top_k: int, num_groups: i
     # + 0.0 turns -0.0 into 0.0
     grouped = (scores_TE + 0.0).view(num_tokens, num_groups, size)
     chosen = grouped.sort(dim=-1, descending=True, stable=True).indices[..., : top_k // num_groups]
-    first = torch.arange(0, num_experts, size, device=scores_TE.device)
-    ids = (chosen + first[:, None]).reshape(num_tokens, top_k)
+    if num_groups > 1:
+        chosen = chosen + torch.arange(0, num_experts, size, device=scores_TE.device)[:, None]
+    ids = chosen.reshape(num_tokens, top_k)
     return ids.masked_fill(~alive_T[:, None], NO_ROUTE)
 
 

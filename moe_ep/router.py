@@ -6,6 +6,7 @@ knows no ranks and makes no collective: whoever owns the optimizer's step sums t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .autocast import no_autocast
 from .config import MoEConfig, nearest, require
 from .errors import InputError, RecipeError
 from .initial import SHARED_EXPERT_ID, generator_for, normal_
@@ -91,13 +93,10 @@ class Router(nn.Module):
             InputError: wrong shape, dtype or device, or a router parameter that is not float32.
         """
         self._check(x_TH, valid_T, num_sequences)
-        if valid_T is None:
-            valid_T = torch.ones(x_TH.shape[0], dtype=torch.bool, device=x_TH.device)
-        else:  # padding may hold NaN, which would reach the weight's gradient as 0 * NaN
+        if valid_T is not None:  # padding may hold NaN, which would reach the weight's gradient as 0 * NaN
             x_TH = x_TH.masked_fill(~valid_T[:, None], 0)
         logits_TE = self._logits(x_TH)
-        finite_T = logits_TE.isfinite().all(-1)
-        alive_T = finite_T & valid_T
+        alive_T, bad_tokens, num_tokens = _alive(logits_TE.detach(), valid_T)
         logits_TE = logits_TE.masked_fill(~alive_T[:, None], 0)
         scores_TE = self.scores(logits_TE)
         ids_TK = self._choose(scores_TE, alive_T)
@@ -105,13 +104,13 @@ class Router(nn.Module):
             expert_ids=ids_TK,
             weights=self._weights(scores_TE, ids_TK),
             num_experts=self.config.num_experts,
-            bad_tokens=(valid_T & ~finite_T).sum(),
+            bad_tokens=bad_tokens,
         )
         load_E = expert_load(ids_TK, self.config.num_experts)
         self._count(load_E)
-        loss = self._balance_loss(scores_TE, ids_TK, alive_T, num_sequences)
+        loss = self._balance_loss(scores_TE, ids_TK, alive_T, num_sequences, load_E)
         z = z_loss(logits_TE, alive_T) if self.config.z_loss_coef > 0 else None
-        return routing, router_aux(self.config, loss, z, load_E, valid_T.sum())
+        return routing, router_aux(self.config, loss, z, load_E, num_tokens)
 
     def take_load(self) -> Tensor:
         """Routes per expert since the last call, int64 [E], of this rank; sets the counter to zero."""
@@ -120,7 +119,7 @@ class Router(nn.Module):
         return load_E
 
     def _logits(self, x_TH: Tensor) -> Tensor:
-        with torch.autocast(x_TH.device.type, enabled=False):
+        with no_autocast(x_TH.device):
             return F.linear(x_TH.float(), self.weight)
 
     def _choose(self, scores_TE: Tensor, alive_T: Tensor) -> Tensor:
@@ -138,11 +137,13 @@ class Router(nn.Module):
             chosen = chosen * self.config.routed_scale
         return chosen.masked_fill(ids_TK == NO_ROUTE, 0)
 
-    def _balance_loss(self, scores_TE: Tensor, ids_TK: Tensor, alive_T: Tensor, num_sequences: int) -> Tensor | None:
+    def _balance_loss(
+        self, scores_TE: Tensor, ids_TK: Tensor, alive_T: Tensor, num_sequences: int, load_E: Tensor
+    ) -> Tensor | None:
         if self.config.aux_loss == "none" or self.config.aux_loss_coef == 0:
             return None
         pieces = num_sequences if self.config.aux_loss == "sequence" else 1
-        return balance_loss(self.probabilities(scores_TE), ids_TK, alive_T, num_sequences=pieces)
+        return balance_loss(self.probabilities(scores_TE), ids_TK, alive_T, num_sequences=pieces, load_E=load_E)
 
     def _count(self, load_E: Tensor) -> None:
         # recompute runs this forward again inside a backward pass: the engine's task id tells
@@ -165,8 +166,9 @@ class Router(nn.Module):
                 f"valid_T must be bool [{x_TH.shape[0]}] on {x_TH.device}, got {valid_T.dtype} "
                 f"{tuple(valid_T.shape)} on {valid_T.device}; pass one flag per token"
             )
-        for name, tensor in (*self.named_parameters(), *self.named_buffers()):
-            if tensor.dtype != torch.float32:
+        own = (*self._parameters.items(), *self._buffers.items())  # quicker than the walk through all modules below
+        for name, tensor in own if not self._modules else (*self.named_parameters(), *self.named_buffers()):
+            if tensor is not None and tensor.dtype != torch.float32:
                 raise InputError(
                     f"router {name} of layer {self.layer_index} is {tensor.dtype}, must be float32; exclude the router "
                     "from mixed precision (FSDP2: its own fully_shard without param_dtype) and do not load it by assign"
@@ -181,6 +183,14 @@ class Router(nn.Module):
         super()._apply(keep_dtype, recurse)
         self.load_E = keep_dtype(self.load_E)
         return self
+
+
+def _alive(logits_TE: Tensor, valid_T: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Valid tokens with finite logits, bool [T]; how many valid ones have others, and how many are valid, int64 []."""
+    finite_T = torch.linalg.vector_norm(logits_TE, math.inf, dim=-1) < math.inf  # a NaN is the largest, and not less
+    if valid_T is None:
+        return finite_T, (~finite_T).sum(), torch.full((), finite_T.shape[0], device=finite_T.device)
+    return finite_T & valid_T, (valid_T & ~finite_T).sum(), valid_T.sum()
 
 
 class SoftmaxRouter(Router):
