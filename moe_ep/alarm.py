@@ -31,6 +31,7 @@ from .peers import is_everywhere, is_lost_peer, mark_everywhere
 from .settlement import Outcome, Party, Settlement, Started, first_error
 
 _SPIN_S, _NAP_S = 0.05, 0.001  # how long a host looks for a GPU without a pause, as CUDA's own waits do; how often else
+_LONGEST_TEXT = 2000  # characters of an error that travel
 PERIOD_S = 0.2  # how often a rank looks whether another has failed
 # starts a call on a group; see `settlement.MakeUp`
 StartCall = Callable[[dist.ProcessGroup, Call | None, torch.device], Started]
@@ -152,7 +153,8 @@ class Alarm:
         if is_everywhere(err):
             return
         mark_everywhere(err)
-        self._stop(f"{where}: {type(err).__name__}: {err}")
+        text = f"{where}: {type(err).__name__}: {err}"
+        self._stop(text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]} ...")
         if self.given_up is not None:
             err.add_note(self.given_up)
 
@@ -200,8 +202,9 @@ class Alarm:
                 if self.party.error is not None or first_error(self._store, self.generation):
                     self._settle(self.generation)
         except Exception as err:  # whatever it is, the rank's own thread must not wait for this one
-            self._closed = True
-            if self.told or self.party.stopped:  # else the job is at its end, and the store went first
+            with self._lock:
+                self._closed, awaited = True, self.told or self.party.stopped
+            if awaited:  # else the job is at its end, and the store went first
                 self._end(Outcome(self._outcome.errors, False), f"its end was not seen ({type(err).__name__}: {err})")
 
     def _settle(self, generation: int) -> None:
@@ -269,8 +272,11 @@ def launch_unlogged(group: dist.ProcessGroup) -> None:
 
 def close_alarm(group: dist.ProcessGroup | None) -> None:
     """End the alarm of a group; call it before the group is destroyed."""
-    if group is not None and group.group_name in _alarms:
-        _alarms.pop(group.group_name).close()
+    alarm = None if group is None else _alarms.get(group.group_name)
+    if alarm is not None:
+        alarm.close()
+        for name in [name for name, one in _alarms.items() if one is alarm]:
+            del _alarms[name]
 
 
 @atexit.register
