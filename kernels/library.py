@@ -24,7 +24,7 @@ SIGNATURES = {
     "moe_ep_direct_exchange": "pp",
     "moe_ep_direct_push": "ppi",
     "moe_ep_direct_return": "ppii",
-    "moe_ep_plan_replicas": "pppppiiiii",
+    "moe_ep_plan_replicas": "pppppiiiiii",
     "moe_ep_reroute": "pppppppppppppliiii",
     "moe_ep_swiglu": "ippppll",
     "moe_ep_swiglu_backward": "ipppppppll",

@@ -7,7 +7,8 @@ extern "C" int64_t moe_ep_plan_shared_bytes(int ranks, int experts, int slots) {
 
 // load int32 [sources, E]; quota int32 [E, sources]; instances int32 [sources, S]; peak, bound int32 [domains].
 extern "C" int moe_ep_plan_replicas(const int* load, int* quota, int* instances, int* peak, int* bound, int sources,
-                                    int experts, int ranks, int slots, int min_quota, cudaStream_t stream) {
+                                    int experts, int ranks, int slots, int min_quota, int tolerance,
+                                    cudaStream_t stream) {
     using namespace moe_ep;
     if (ranks < 1 || sources % ranks != 0 || experts % sources != 0 || slots < 0) return cudaErrorInvalidValue;
     const int domains = sources / ranks;
@@ -15,7 +16,7 @@ extern "C" int moe_ep_plan_replicas(const int* load, int* quota, int* instances,
     const auto error = cudaFuncSetAttribute(plan_replicas, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                             static_cast<int>(bytes));
     if (error != cudaSuccess) return error;
-    const Plan p{load, sources, experts, ranks, slots, min_quota, quota, instances, peak, bound};
+    const Plan p{load, sources, experts, ranks, slots, min_quota, tolerance, quota, instances, peak, bound};
     plan_replicas<<<domains, kPlanThreads, bytes, stream>>>(p);
     return launched();
 }

@@ -19,7 +19,7 @@ constexpr int kClosed = INT32_MIN;  // bit of an expert that no rank could take
 
 struct Plan {
     const int* load;  // [sources, experts]
-    int sources, experts, ranks, slots, min_quota;  // experts of all domains, ranks of one
+    int sources, experts, ranks, slots, min_quota, tolerance;  // experts of all domains, ranks of one
     int *quota, *instances, *peak, *bound;
 };
 
@@ -394,15 +394,16 @@ __global__ void __launch_bounds__(kPlanThreads, 1) plan_replicas(Plan p) {
     if (threadIdx.x == 0) *common.bound = mean;
     __syncthreads();
 
-    int low = mean, step = best - mean, count = 1;
-    for (bool first = true; count > 0 && best > *common.bound; first = false) {
+    const int aim = mean + static_cast<int>(static_cast<int64_t>(mean) * p.tolerance / 1000);
+    int low = aim, step = best - aim, count = 1;
+    for (bool first = true; count > 0 && best > max(aim, *common.bound); first = false) {
         int2 round = make_int2(INT32_MAX, INT32_MAX);
         for (int i = 0; i < count; ++i)
             try_threshold(own, winner, common.runs, common.scores, d, orders, low + i * step, best, round);
         best = min(best, round.x);
         if (first && best > mean) find_bound(d, orders, common.bound);  // mostly the mean is reached, which is one
         if (step == 1) break;
-        low = max(mean + 1, best - step);
+        low = max(aim + 1, best - step);
         step = max(1, static_cast<int>(div_up(best - low, kThresholds)));
         count = best > low ? static_cast<int>(div_up(best - low, step)) : 0;
     }

@@ -18,13 +18,16 @@ from .routes import sort_routes
 SHARED_BYTES = {8: 163 << 10, 9: 227 << 10, 10: 227 << 10}  # of a block, by major compute capability
 
 
-def plan_replicas(load: Tensor, slots: int, min_quota: int, domain_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def plan_replicas(
+    load: Tensor, slots: int, min_quota: int, tolerance: int, domain_size: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Plan one micro-batch; one block a domain.
 
     Args:
         load: int32 [R, E] on a GPU. Values are not checked: negative ones, or a sum beyond 2^31 - 1, make a wrong plan.
         slots: S.
         min_quota: at least 1.
+        tolerance: thousandths of the mean above it that are good enough.
         domain_size: divides R.
 
     Returns:
@@ -45,7 +48,7 @@ def plan_replicas(load: Tensor, slots: int, min_quota: int, domain_size: int) ->
         )
     quota, instances = load.new_empty(num_experts, num_ranks), load.new_empty(num_ranks, slots)
     peak, bound = load.new_empty(num_domains), load.new_empty(num_domains)
-    sizes = (num_ranks, num_experts, domain_size, slots, min_quota)
+    sizes = (num_ranks, num_experts, domain_size, slots, min_quota, tolerance)
     launch("moe_ep_plan_replicas", load, load.contiguous(), quota, instances, peak, bound, *sizes)
     return quota, instances, peak, bound
 

@@ -29,12 +29,13 @@ from moe_ep.routing import Routing
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What all policies have in common: R, E, S, and the fewest rows of a replica."""
+    """What all policies have in common: R, E, S, the fewest rows of a replica; quota's tolerance in thousandths."""
 
     num_ranks: int
     num_experts: int
     slots: int
     min_quota: int
+    tolerance: int = 0
 
     @property
     def num_local(self) -> int:
@@ -124,7 +125,8 @@ class Planned:
 
     def place(self, load: Tensor, past: Sequence[Tensor]) -> Placement:
         """The planner's plan."""
-        return planned(plan(load, self.setting.slots, self._min_quota, self.name))
+        tolerance = self.setting.tolerance if self.name == "quota" else 0
+        return planned(plan(load, self.setting.slots, self._min_quota, self.name, tolerance=tolerance))
 
 
 def planned(made: Plan) -> Placement:

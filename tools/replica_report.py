@@ -91,6 +91,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("traces", nargs="+", metavar="TRACE", help="folder, file, or KIND:KEY=VALUE,...")
     parser.add_argument("--slots", type=int, default=2, help="replica slots of a rank (default 2)")
     parser.add_argument("--min-quota", type=int, default=1, help="fewest rows of a replica (default 1)")
+    parser.add_argument("--tolerance", type=int, default=0, help="quota: thousandths above the mean that will do")
     parser.add_argument("--window", type=int, default=8, help="micro-batches that eplb-history sees (default 8)")
     parser.add_argument("--every", type=int, default=1, help="take every n-th step (default 1: all)")
     parser.add_argument("--policies", default=",".join(POLICIES), help="separated by commas (default: all)")
@@ -147,7 +148,8 @@ def setting_of(header: TraceHeader, chosen: argparse.Namespace) -> Setting:
     ranks, experts = header.ranks, header.num_experts
     require(experts % ranks == 0, f"{experts} experts cannot be divided among {ranks} ranks; this is no moe_ep trace")
     check_slots("quota", chosen.slots, chosen.min_quota, experts // ranks)
-    return Setting(num_ranks=ranks, num_experts=experts, slots=chosen.slots, min_quota=chosen.min_quota)
+    sizes = {"num_ranks": ranks, "num_experts": experts, "slots": chosen.slots}
+    return Setting(**sizes, min_quota=chosen.min_quota, tolerance=chosen.tolerance)
 
 
 def fitting(names: Sequence[str], setting: Setting) -> list[str]:

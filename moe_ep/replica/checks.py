@@ -16,13 +16,15 @@ if TYPE_CHECKING:
 Planner = Literal["quota", "fixed_rows"]
 
 
-def check_load(load: Tensor, slots: int, min_quota: int, planner: str, domain_size: int | None) -> None:
+def check_load(
+    load: Tensor, slots: int, min_quota: int, planner: str, domain_size: int | None, tolerance: int = 0
+) -> None:
     """Refuse what `plan` cannot work with; the arguments are its own. Reads the load on the host.
 
     Raises:
         PlanError: value, limit and way out.
     """
-    check_sizes(load, slots, min_quota, planner, domain_size)
+    check_sizes(load, slots, min_quota, planner, domain_size, tolerance)
     if bool((load < 0).any()):
         raise PlanError(f"a load is {int(load.min())}; counts of routes are not negative")
     # an int64 sum may wrap: R*E terms below 2^31 cannot
@@ -31,7 +33,9 @@ def check_load(load: Tensor, slots: int, min_quota: int, planner: str, domain_si
         raise PlanError(f"the loads add up to {total} rows or more, beyond 2^31 - 1; take smaller micro-batches")
 
 
-def check_sizes(load: Tensor, slots: int, min_quota: int, planner: str, domain_size: int | None) -> None:
+def check_sizes(
+    load: Tensor, slots: int, min_quota: int, planner: str, domain_size: int | None, tolerance: int = 0
+) -> None:
     """The part of it that needs no value of the load.
 
     Raises:
@@ -47,6 +51,10 @@ def check_sizes(load: Tensor, slots: int, min_quota: int, planner: str, domain_s
     if domain_size is not None and (domain_size < 1 or num_ranks % domain_size):
         raise PlanError(f"domain_size = {domain_size} must divide the {num_ranks} ranks; leave it out for one domain")
     check_slots(planner, slots, min_quota, num_experts // num_ranks)
+    if not 0 <= tolerance <= 1000 or (tolerance and planner == "fixed_rows"):
+        raise PlanError(
+            f"tolerance = {tolerance} must lie in [0, 1000], thousandths of the mean, and be 0 for fixed_rows"
+        )
 
 
 def check_slots(planner: str, slots: int, min_quota: int, num_local: int, expert_bytes: int | None = None) -> None:

@@ -34,7 +34,7 @@ def lower_bound(load_E: Tensor, num_ranks: int, slots: int, reached: int) -> int
     return bound
 
 
-def quota_rows(load_E: Tensor, free_R: Tensor, placed: Tensor, min_quota: int) -> Tensor:
+def quota_rows(load_E: Tensor, free_R: Tensor, placed: Tensor, min_quota: int, tolerance: int = 0) -> Tensor:
     """Quotas int64 [E, R] of one domain: narrow the threshold, keep the best run of all.
 
     Args:
@@ -42,6 +42,7 @@ def quota_rows(load_E: Tensor, free_R: Tensor, placed: Tensor, min_quota: int) -
         free_R: int64 [R], unused slots.
         placed: bool [E, R], replicas that are in other slots already; they may get rows or none.
         min_quota: fewest rows of a replica.
+        tolerance: thousandths of the mean above it that are good enough.
     """
     num_ranks = len(free_R)
     quota = torch.zeros((len(load_E), num_ranks), dtype=torch.int64)
@@ -49,9 +50,10 @@ def quota_rows(load_E: Tensor, free_R: Tensor, placed: Tensor, min_quota: int) -
     home = experts // (len(load_E) // num_ranks)
     quota[experts, home] = load_E
     mean, best = -(-int(load_E.sum()) // num_ranks), int(quota.sum(0).amax())
-    thresholds, step = [mean], best - mean
+    aim = mean + mean * tolerance // 1000
+    thresholds, step = [aim], best - aim
     most = int((free_R + placed.sum(0)).amax())
-    while thresholds and best > lower_bound(load_E, num_ranks, most, best):
+    while thresholds and best > max(aim, lower_bound(load_E, num_ranks, most, best)):
         runs = run(load_E, free_R, placed, min_quota, thresholds)
         first = _best_run(runs)
         if int(runs.peak[first]) < best:
@@ -60,7 +62,7 @@ def quota_rows(load_E: Tensor, free_R: Tensor, placed: Tensor, min_quota: int) -
             quota[experts, home] = load_E - moved.sum(1)
         if step == 1:
             break
-        low = max(mean + 1, best - step)
+        low = max(aim + 1, best - step)
         step = max(1, -(-(best - low) // _THRESHOLDS))
         thresholds = list(range(low, best, step))
     return _drop_useless(quota, home)

@@ -41,7 +41,7 @@ _P, _I, _L = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
 class PlanTask(ctypes.Structure):
     _fields_ = [
         ("load", _P),
-        *((name, _I) for name in ("sources", "experts", "ranks", "slots", "min_quota")),
+        *((name, _I) for name in ("sources", "experts", "ranks", "slots", "min_quota", "tolerance")),
         *((name, _P) for name in ("quota", "instances", "peak", "bound")),
     ]
 
@@ -77,18 +77,17 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return ctypes.CDLL(str(folder / "lib.so"))
 
 
-def check_plan(library: Any, load: Tensor, slots: int, min_quota: int, domain: int) -> None:
+def check_plan(library: Any, load: Tensor, slots: int, min_quota: int, domain: int, tolerance: int = 0) -> None:
     num_ranks, num_experts = load.shape
     load = load.int().contiguous()
     quota = torch.full((num_experts, num_ranks), -7, dtype=torch.int32)
     instances = torch.full((num_ranks, slots), -7, dtype=torch.int32)
     peak, bound = (torch.zeros(num_ranks // domain, dtype=torch.int32) for _ in range(2))
     outputs = [t.data_ptr() for t in (quota, instances, peak, bound)]
-    library.run_plan(
-        ctypes.byref(PlanTask(load.data_ptr(), num_ranks, num_experts, domain, slots, min_quota, *outputs))
-    )
-    want = plan(load, slots, min_quota, domain_size=domain)
-    case = (load.sum(0).tolist(), num_ranks, slots, min_quota, domain)
+    sizes = (num_ranks, num_experts, domain, slots, min_quota, tolerance)
+    library.run_plan(ctypes.byref(PlanTask(load.data_ptr(), *sizes, *outputs)))
+    want = plan(load, slots, min_quota, domain_size=domain, tolerance=tolerance)
+    case = (load.sum(0).tolist(), num_ranks, slots, min_quota, domain, tolerance)
     assert torch.equal(quota, want.quota), case
     assert torch.equal(instances, want.instances), case
     assert int(peak.max()) == int(want.max_load), case
@@ -105,7 +104,8 @@ def test_random_loads_have_the_planner_s_bits(library: Any) -> None:
     rng = random.Random(2)
     for _ in range(20):
         totals, num_ranks, slots = random_case(rng)
-        check_plan(library, from_totals(totals, num_ranks), slots, rng.choice([1, 1, 3, 40]), num_ranks)
+        tolerance = rng.choice([0, 0, 10, 100])
+        check_plan(library, from_totals(totals, num_ranks), slots, rng.choice([1, 1, 3, 40]), num_ranks, tolerance)
     for num_ranks, num_local, slots, domain in (
         (33, 2, 1, 33),
         (64, 4, 2, 64),
@@ -114,7 +114,7 @@ def test_random_loads_have_the_planner_s_bits(library: Any) -> None:
         (12, 4, 1, 6),
     ):
         totals = [int(50 * rng.lognormvariate(0, 1.5)) for _ in range(num_ranks * num_local)]
-        check_plan(library, from_totals(totals, num_ranks), slots, rng.choice([1, 30]), domain)
+        check_plan(library, from_totals(totals, num_ranks), slots, rng.choice([1, 30]), domain, rng.choice([0, 10]))
 
 
 def test_dropped_replicas_have_the_planner_s_bits(library: Any) -> None:

@@ -172,6 +172,21 @@ def test_numbers_of_ranks_do_not_matter_and_further_slots_never_harm() -> None:
         assert all(given.count(rank) <= num_ranks - 1 + num_local for rank in range(num_ranks))
 
 
+def test_a_tolerance_takes_fewer_replicas() -> None:
+    rng = random.Random(21)
+    for _ in range(20):
+        totals = [int(500 * rng.lognormvariate(0, 1)) for _ in range(64)]
+        load = from_totals(totals, 16)
+        tight, loose = plan(load, 2), plan(load, 2, tolerance=20)
+        verify(loose)
+        mean = -(-sum(totals) // 16)
+        assert int(tight.max_load) <= int(loose.max_load) <= max(int(tight.max_load), mean + mean // 50)
+        assert int(loose.num_replicas()) < int(tight.num_replicas())
+    nearly = from_totals([101, 99, 100, 100], 4)
+    assert int(plan(nearly, 1).num_replicas()) == 1
+    assert int(plan(nearly, 1, tolerance=10).num_replicas()) == 0
+
+
 def test_exact_is_only_claimed_where_it_is_true() -> None:
     rng, claimed = random.Random(11), 0
     for _ in range(200):
@@ -337,6 +352,12 @@ def test_micro_batches_in_domains_and_senseless_ones() -> None:
         (torch.ones(2, 4, dtype=torch.int32), {"slots": -1}, "slots = -1 must be at least 0"),
         (torch.ones(2, 4, dtype=torch.int32), {"min_quota": 0}, "min_quota = 0 at least 1"),
         (torch.ones(2, 4, dtype=torch.int32), {"planner": "best"}, "planner = 'best' is unknown; use one of quota"),
+        (torch.ones(2, 4, dtype=torch.int32), {"tolerance": 1001}, "tolerance = 1001 must lie in [0, 1000]"),
+        (
+            torch.ones(2, 2, dtype=torch.int32),
+            {"planner": "fixed_rows", "tolerance": 1},
+            "tolerance = 1 must lie in [0, 1000], thousandths of the mean, and be 0 for fixed_rows",
+        ),
         (torch.ones(4, 4, dtype=torch.int32), {"domain_size": 3}, "domain_size = 3 must divide the 4 ranks"),
         (
             torch.ones(2, 4, dtype=torch.int32),
