@@ -111,17 +111,22 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     Raises:
         RecipeError: one message with file, key, value and what would be valid.
     """
-    tables = _read(Path(path))
-    changed = [_override(tables, text, str(path)) for text in overrides]
+    return recipe_of(read_tables(Path(path)), overrides, str(path))
+
+
+def recipe_of(tables: dict[str, Any], overrides: Sequence[str], path: str) -> Recipe:
+    """A recipe from the tables of `path`; see `load_recipe`."""
+    check_sections_known(tables, SECTIONS, path)
+    changed = [override(tables, text, path) for text in overrides]
     sections = {}
-    moe, options = take_options(tables.get("moe", {}), {key.name for key in dataclasses.fields(MoESection)}, str(path))
+    moe, options = take_options(tables.get("moe", {}), {key.name for key in dataclasses.fields(MoESection)}, path)
     if "moe" in tables:
         tables["moe"] = moe
     for name, cls in SECTIONS.items():
         if name in tables or name in _REQUIRED:
-            origin = f"{path} (with command-line overrides)" if name in changed else str(path)
-            sections[name] = _section(cls, tables.get(name, {}), f"{origin} [{name}]")
-    recipe = Recipe(**sections, options=options, source=str(path))
+            origin = f"{path} (with command-line overrides)" if name in changed else path
+            sections[name] = section_of(cls, tables.get(name, {}), f"{origin} [{name}]")
+    recipe = Recipe(**sections, options=options, source=path)
     _check_sections(recipe)
     return recipe
 
@@ -160,12 +165,22 @@ def _check_names(recipe: Recipe) -> None:
         require(name in known, f"{recipe.source} [moe]: {key} = {name!r} is unknown; {nearest(name, known)}")
 
 
-def _section(cls: type, table: Any, where: str) -> Any:
+def section_of(cls: type, table: Any, where: str) -> Any:
+    """One section as its dataclass; `where` starts a message.
+
+    Raises:
+        RecipeError: unknown key, wrong type, impossible value.
+    """
     require(isinstance(table, Mapping), f"{where} = {table!r} must be a table")
     return from_mapping(cls, table, where)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_tables(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file.
+
+    Raises:
+        RecipeError: it cannot be read, or is no TOML.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as err:
@@ -174,20 +189,29 @@ def _read(path: Path) -> dict[str, Any]:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as err:
         raise RecipeError(f"{path}: not valid TOML: {err}") from err
-    for name in tables:
-        require(name in SECTIONS, f"{path}: unknown section [{name}]; {nearest(name, SECTIONS)}")
     return tables
 
 
-def _override(tables: dict[str, Any], text: str, path: str) -> str:
-    """Apply one `section.key=value` in place and return the section's name."""
+def check_sections_known(tables: Mapping[str, Any], known: Mapping[str, type], path: str) -> None:
+    """Refuse a table that is no section.
+
+    Raises:
+        RecipeError: with the nearest one.
+    """
+    for name in tables:
+        require(name in known, f"{path}: unknown section [{name}]; {nearest(name, known)}")
+
+
+def override(tables: dict[str, Any], text: str, path: str, known: Mapping[str, type] | None = None) -> str:
+    """Apply one `section.key=value` in place and return the section's name; `known` sections, SECTIONS if None."""
+    sections = SECTIONS if known is None else known
     unicode = not any("\ud800" <= letter <= "\udfff" for letter in text)  # what of the command line was no UTF-8
     require(unicode, f"{path}: override {text!a} is not UTF-8, which recipe.toml could not hold; use another name")
     key, equals, value = text.partition("=")
     section, dot, name = key.strip().partition(".")
     require(bool(equals and dot and name), f"{path}: override {text!r} must read section.key=value")
     where = f"{path}: override {text!r}"
-    require(section in SECTIONS, f"{where}: unknown section {section!r}; {nearest(section, SECTIONS)}")
+    require(section in sections, f"{where}: unknown section {section!r}; {nearest(section, sections)}")
     table = tables.setdefault(section, {})
     require(isinstance(table, dict), f"{path}: [{section}] = {table!r} must be a table")
     *parents, name = name.split(".")  # moe.NAME.key is a key of the dispatcher NAME

@@ -21,7 +21,14 @@ PROGRAM = Path(__file__).resolve().parents[2] / "recipes" / "pretrain.py"
 
 
 def serve(
-    rank: int, world: int, port: int, arguments: list[str], folder: str, output: str, prepare: Prepare | None
+    rank: int,
+    world: int,
+    port: int,
+    arguments: list[str],
+    folder: str,
+    output: str,
+    prepare: Prepare | None,
+    program: str,
 ) -> None:
     """Become one rank."""
     out = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -36,8 +43,8 @@ def serve(
     torch.set_num_threads(1)
     if prepare is not None:
         prepare(rank)
-    sys.argv = [str(PROGRAM), *arguments]
-    runpy.run_path(str(PROGRAM), run_name="__main__")
+    sys.argv = [program, *arguments]
+    runpy.run_path(program, run_name="__main__")
 
 
 @dataclass
@@ -78,6 +85,7 @@ def start(
     folder: Path,
     last_rank_only: tuple[str, ...] = (),
     prepare: Prepare | None = None,
+    program: Path = PROGRAM,
 ) -> Job:
     """Start the program on `world` ranks in `folder`; the last rank may get further arguments.
 
@@ -92,7 +100,7 @@ def start(
     job = Job([], [outputs / f"rank{rank}.txt" for rank in range(world)])
     for rank in range(world):
         extra = list(last_rank_only) if rank == world - 1 else []
-        call = (rank, world, port, arguments + extra, str(folder), str(job.outputs[rank]), prepare)
+        call = (rank, world, port, arguments + extra, str(folder), str(job.outputs[rank]), prepare, str(program))
         process = context.Process(target=serve, args=call)
         process.start()
         job.processes.append(process)
