@@ -35,7 +35,7 @@ from moe_ep.peers import is_lost_peer
 from recipes.lost_peer import absent
 from recipes.ranks import ALONE, Launch
 from recipes.report import report, say_agreed, say_once
-from tools.bench_options import BASELINE, LEVELS, parse_options
+from tools.bench_options import BASELINE, LEVELS, for_each_experts, parse_options
 from tools.bench_run import WrongWork, run
 from tools.bench_setting import Place
 from tools.bench_table import print_table
@@ -87,7 +87,8 @@ def _measure(chosen: argparse.Namespace, arguments: Sequence[str], place: Place)
         file.append(new)
 
     try:
-        run(options, place, emit)
+        for each in for_each_experts(options, chosen.experts):
+            run(each, place, emit)
     finally:
         if first:
             print_table(header, rows, on_cpu=place.device.type == "cpu")
@@ -150,7 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--skew", default="1", help="rank max/mean, 1 (even) to the number of ranks")
     add("--level", default="stage", help=", ".join(LEVELS))
     add("--pass", dest="passes", default="fwd", help="fwd, fwd+bwd")
-    add("--experts", default="torch", help="experts of the layer")
+    add("--experts", default="torch", help="experts of layers and stacks, one after the other")
     add("--micro-batches", default="1", help="M of stacks and steps, T tokens each: M of them interleaved, and in turn")
     add("--attention", default="none", help="of stacks and steps: none, gqa or gqa:HEADS,KV_HEADS,HEAD_DIM,LENGTH")
     add("--layers", type=int, default=4, help="of stacks and steps")

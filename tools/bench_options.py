@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -107,6 +107,14 @@ class Options:
         return tuple(dict.fromkeys(map(parse_candidate, (BASELINE, *self.dispatchers))))
 
 
+def for_each_experts(options: Options, names: str) -> list[Options]:
+    """The options once for each of the comma-separated experts; stages have none and are measured once."""
+    each = [replace(options, experts=name) for name in split(names, str, "--experts")]
+    with_experts = tuple(level for level in options.levels if level != "stage")
+    rest = [replace(other, levels=with_experts) for other in each[1:] if with_experts]
+    return [*each[:1], *rest]
+
+
 def parse_options(chosen: argparse.Namespace, device: torch.device) -> Options:
     """Options from the command line's strings.
 
@@ -124,7 +132,7 @@ def parse_options(chosen: argparse.Namespace, device: torch.device) -> Options:
         passes=split(chosen.passes, str, "--pass"),
         micro_batches=split(chosen.micro_batches, int, "--micro-batches"),
         replica_slots=split(chosen.replica_slots, int, "--replica-slots"),
-        experts=chosen.experts,
+        experts=split(chosen.experts, str, "--experts")[0],
         attention=chosen.attention,
         layers=chosen.layers,
         reserve_sms=split(chosen.reserve_sms, lambda text: None if text == "auto" else int(text), "--reserve-sms"),

@@ -194,7 +194,8 @@ def _measure(table: Table, case: Case, series: Series, check: Check, watch: Stop
     """What all ranks saw of a case, traced once more. Collective."""
     place, kept = table.setting.place, table.options.trace
     shape = "x".join(str(size) for size in table.setting.shape)
-    path = None if kept is None else kept / trace_file(f"{table.level}-{shape}-{case.label}", place.rank)
+    own = "" if table.options.experts == "torch" else f"-{table.options.experts}"
+    path = None if kept is None else kept / trace_file(f"{table.level}-{shape}-{case.label}{own}", place.rank)
     case.clear()
     traced = trace_once(case.run, iteration, watch, path) if case.telling or path is not None else Traced()
     case.clear()

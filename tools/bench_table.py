@@ -34,7 +34,8 @@ def print_table(header: Row, rows: Sequence[Row], on_cpu: bool) -> None:
 
 
 def _candidate(row: Row) -> str:
-    return " ".join(row[name] for name in ("dispatcher", "api") if row[name])
+    experts = None if row["experts"] in (None, "torch") else f"experts={row['experts']}"
+    return " ".join(filter(None, (row["dispatcher"], row["api"], experts)))
 
 
 def _cells(row: Row) -> tuple[str, ...]:

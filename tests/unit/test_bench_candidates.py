@@ -14,7 +14,7 @@ from moe_ep.dispatch.direct_transfer import SMS_BESIDE_GEMMS, default_blocks
 from moe_ep.dispatch.local import Local
 from moe_ep.errors import RecipeError
 from tools.bench_candidates import Candidate, parse_candidate
-from tools.bench_options import Options
+from tools.bench_options import Options, for_each_experts
 from tools.bench_trace import trace_file
 
 
@@ -104,3 +104,11 @@ def test_direct_keeps_so_many_sms_busy(
     assert blocks.most == most
     for sending, in_all in (blocks.push, blocks.expand, blocks.give_back):
         assert 1 <= sending <= in_all <= most
+
+
+def test_experts_are_measured_one_after_the_other_and_stages_once() -> None:
+    options = Options(dispatchers=(), shapes=(), levels=("stage", "layer"))
+    each = [(one.experts, one.levels) for one in for_each_experts(options, "quack, torch,quack")]
+    assert each == [("quack", ("stage", "layer")), ("torch", ("layer",))]
+    stages = Options(dispatchers=(), shapes=(), levels=("stage",))
+    assert [one.experts for one in for_each_experts(stages, "torch,quack")] == ["torch"]
