@@ -25,6 +25,8 @@ SIGNATURES = {
     "moe_ep_direct_push": "ppi",
     "moe_ep_direct_return": "ppii",
     "moe_ep_plan_replicas": "pppppiiiiii",
+    "moe_ep_replica_push": "ppi",
+    "moe_ep_replica_pull": "ppi",
     "moe_ep_reroute": "pppppppppppppliiii",
     "moe_ep_swiglu": "ippppll",
     "moe_ep_swiglu_backward": "ipppppppll",

@@ -1,0 +1,117 @@
+"""Replicas over peer memory: two kernels in the place of messages, for the GPUs of one NVLink domain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..dispatch.peer_memory import PeerMemory
+from ..dispatch.preflight import preflight
+from ..dispatch.watchdog import group_timeout_s
+from ..errors import InputError
+from ..faults import Fault, FaultRecord
+from ..kernels.library import missing
+from ..kernels.replica_sync import SlotPeers, SlotShape
+from ..streams import comm_stream
+from .plan import Plan
+from .transport import GroupTransport, InFlight, Tensors
+
+
+class PeerTransport(GroupTransport):
+    """Pushes weights and pulls gradients with kernels. The plan is read on the device alone: no host sync.
+
+    Both operations run on the group's comm stream, so ranks must make them in one order with the dispatches and
+    combines of that group. Slots lie in peer memory: use `weights` and `grads`, no tensors of your own. A rank that
+    does not come is a fault in the record, which whoever reads the loss raises.
+
+    Args:
+        group: ranks on one host, each on a GPU of its own. Collective to construct.
+        slots: S.
+        like: the masters [L, ...] of any layer, on this rank's GPU.
+        record: where faults go.
+        blocks: thread blocks of a launch; None: two on each SM.
+
+    Attributes:
+        weights: [S, ...] for each parameter, of its dtype.
+        grads: float32 [S, ...] for each parameter, zero.
+
+    Raises:
+        Unavailable: no kernels, no peer memory, or sizes that do not fill 16-byte units; on every rank.
+        PeerError: the ranks differ.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        slots: int,
+        like: Sequence[Tensor],
+        record: FaultRecord,
+        *,
+        blocks: int | None = None,
+    ) -> None:
+        super().__init__(group)
+        device, what = like[0].device, "replicas over peer memory"
+        parts = tuple((master[0].numel(), master.element_size()) for master in like)
+        shape = SlotShape(num_ranks=self.num_ranks, num_local=like[0].shape[0], slots=slots, parts=parts)
+        preflight(what, {"slots and parameters": (slots, parts)}, _reasons(shape, device), group, one_host=True)
+        _, weights_at, grads_at, num_bytes = shape.layout()
+        self._memory = PeerMemory(num_bytes, group, device, advice="use fewer slots, or another transport")
+        dtypes = [master.dtype for master in like]
+        sizes = [(slots, *master.shape[1:]) for master in like]
+        self.weights = tuple(self._memory.part(at, n, t) for at, n, t in zip(weights_at, sizes, dtypes, strict=True))
+        self.grads = tuple(self._memory.part(at, n, torch.float32) for at, n in zip(grads_at, sizes, strict=True))
+        self._record = record  # holds the word that the kernels write to
+        self._peers = SlotPeers(
+            shape,
+            self.rank,
+            self._memory.addresses,
+            device,
+            code_lost=int(Fault.LOST),
+            fault=record.word,
+            timeout_s=group_timeout_s(group, device),
+            blocks=blocks,
+        )
+        self._comm = comm_stream(device, group)
+
+    def close(self) -> None:
+        """Free the peer memory; all ranks must be through with their work."""
+        torch.cuda.synchronize(self._comm.device)
+        self.weights = self.grads = ()
+        self._memory.close()
+
+    def _push(self, plan: Plan, masters: Tensors, slots: Tensors) -> InFlight:
+        self._own(slots, self.weights)
+        return self._run("weight_sync", plan, masters, self._peers.push)
+
+    def _pull(self, plan: Plan, slot_grads: Tensors, master_grads: Tensors) -> InFlight:
+        self._own(slot_grads, self.grads)
+        return self._run("grad_reduce", plan, master_grads, self._peers.pull)
+
+    def _run(self, name: str, plan: Plan, tensors: Tensors, fn: Callable[[Tensor, Tensors], None]) -> InFlight:
+        def issue() -> tuple[tuple[Tensor, ...], list[object]]:
+            fn(plan.instances, tensors)
+            return (), []
+
+        flight = self._comm.launch(f"{name} of replicas", issue, keep=(plan, *tensors))
+        return InFlight(lambda: _ended(flight.wait()))
+
+    def _own(self, slots: Tensors, own: Tensors) -> None:
+        """Refuse slots that the other ranks cannot reach."""
+        if [slot.data_ptr() for slot in slots] != [slot.data_ptr() for slot in own]:
+            raise InputError("slots must lie in peer memory; use the transport's own weights and grads as slots")
+
+
+def _ended(_: tuple[Tensor, ...]) -> None:
+    return None
+
+
+def _reasons(shape: SlotShape, device: torch.device) -> list[str]:
+    if device.type != "cuda":
+        return [f"the masters are on {device}, and kernels need a GPU; take another transport"]
+    reasons = [f"{why}; take another transport"] if (why := shape.refusal()) is not None else []
+    if (why := missing(torch.cuda.current_device())) is not None:
+        reasons.append(f"its kernels are not to be had: {why}")
+    return reasons
