@@ -162,8 +162,8 @@ class DeepEP(Dispatcher):
         words = self._words(ticket, torch.tensor([int(code), value], device=self.device))
         transfer = DispatchTransfer(self.link, self.watchdog, f"fault of {ticket.where}", ids, words)
         payload = x_TH, torch.zeros(shape, device=self.device)
-        launched = self.comm(self.device).launch("fault", lambda: transfer.forward(payload), keep=payload)
-        launched.wait_on_host()
+        what = f"dispatch of {ticket.where}"  # the other ranks' dispatch is its counterpart
+        self.comm(self.device).launch(what, lambda: transfer.forward(payload), keep=payload).wait_on_host()
 
     def _dispatch(self, ticket: Ticket) -> None:
         state: DeepEPState = ticket.state
