@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moe_ep import quack_library
 from moe_ep.permute import ExpertInput
+from moe_ep.quack_mlp import quack_swiglu
 from tests.gpu.test_experts_gpu import COUNTS, build, check, make_input, poison
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(300)]  # the first call of each kernel compiles it
@@ -89,8 +90,6 @@ def test_equals_the_torch_experts(weighting: str, rows: str, kernels: bool) -> N
 
 @pytest.mark.parametrize("rows", ("grouped", "unique"))
 def test_two_sets_of_weights_equal_one(rows: str) -> None:
-    from moe_ep.quack_experts import quack_swiglu
-
     inp, dy = make_input(UNEVEN, H, BF16, 70)
     inp = unique(inp, 900) if rows == "unique" else inp
     want = gradients("quack", inp, dy, "output")

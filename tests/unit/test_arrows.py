@@ -37,6 +37,7 @@ PURE = {
         "quack_experts",
         "quack_gemms",
         "quack_library",
+        "quack_mlp",
     )
 }
 HARMLESS = set(sys.stdlib_module_names) - {"subprocess", "multiprocessing", "threading", "socket", "os", "asyncio"}

@@ -11,12 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_ep import doctor, quack_library, sms
+from moe_ep import doctor, quack_experts, quack_library, sms
 from moe_ep.config import MoEConfig
 from moe_ep.errors import InputError, Unavailable
 from moe_ep.experts import GroupedExperts, build_experts, register_experts
 from moe_ep.permute import ExpertInput
+from moe_ep.quack_experts import compile_kernels
 from moe_ep.quack_library import Plans
+from moe_ep.quack_mlp import quack_swiglu
 from tests.unit.quack_double import Double
 from tests.unit.test_experts import (
     COUNTS,
@@ -40,6 +42,7 @@ def quack(monkeypatch: pytest.MonkeyPatch) -> Double:
     monkeypatch.setattr(quack_library, "machine_reasons", list)
     monkeypatch.setattr(quack_library, "require_device", lambda device: None)
     monkeypatch.setattr(quack_library, "load", lambda: (double.library, ""))
+    monkeypatch.setattr(quack_experts, "compile_kernels", lambda *_: None)
     return double
 
 
@@ -99,8 +102,6 @@ def test_any_index(quack: Double, poisoned: None) -> None:
 @pytest.mark.parametrize("split", (1, 2, 3))
 def test_two_sets_of_weights_equal_one(split: int, unique: bool, quack: Double, poisoned: None) -> None:
     """A rank's own experts in one call and those in its replica slots in another: same bits, each set's gradients."""
-    from moe_ep.quack_experts import quack_swiglu
-
     experts = build(4)
     inp = make_input((3, 0, 5, 4), 16, BF16, tail=3, unique=unique)
     dy = make_dy(inp)
@@ -118,8 +119,6 @@ def test_two_sets_of_weights_equal_one(split: int, unique: bool, quack: Double, 
 
 
 def test_sets_that_do_not_fit_the_rows(quack: Double) -> None:
-    from moe_ep.quack_experts import quack_swiglu
-
     experts, inp = build(2), make_input((2, 3, 1), 16, BF16)
     both = (experts.w_gate_up, experts.w_down)
     with pytest.raises(
@@ -188,6 +187,22 @@ def test_launches_and_what_is_kept(quack: Double) -> None:
     assert quack.calls[2:] == ["gemm_dact", "gemm", "gemm", "gemm"]
     with torch.no_grad():
         assert torch.equal(experts(inp), y)
+
+
+@pytest.mark.parametrize("weight_activation", (False, True))
+def test_every_kernel_runs_once_at_construction(weight_activation: bool, quack: Double) -> None:
+    """With rows and without, with gradients and without; what goes wrong there is said as a refusal."""
+    compile_kernels.cache_clear()
+    with torch.device("meta"), torch.no_grad():  # as a model is built
+        compile_kernels(BF16, weight_activation, "cpu")
+    down = "gemm" if weight_activation else "norm_act_mod"
+    forward, backward = ["gemm_act", down], ["gemm_dact", "gemm", "gemm", "gemm"]
+    assert quack.calls == 2 * [*forward, *forward, *backward]
+    compile_kernels(BF16, weight_activation, "cpu")
+    assert len(quack.calls) == 16, "once in a process"
+    compile_kernels.cache_clear()
+    with pytest.raises(Unavailable, match=r"cannot be compiled or run with .*AssertionError: .*set experts = 'torch'"):
+        compile_kernels(torch.float32, weight_activation, "cpu")
 
 
 def test_second_derivative_is_refused(quack: Double) -> None:
