@@ -1,0 +1,186 @@
+"""Megatron-Core on two GPUs: 100 steps as on its own dispatcher, grouped experts, interleaving, its optimizer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_ep import MoEError, close_dispatchers
+from moe_ep.testing.ranks import RankPool
+from tests.ranks import megatron_cpu, small_recipe
+
+pytest.importorskip("megatron.core", reason="Megatron-Core is not installed (moe-ep[megatron])")
+
+pytestmark = pytest.mark.gpu(2)
+SIZES: dict[str, Any] = dict(
+    hidden_size=256, num_attention_heads=4, ffn_hidden_size=256, moe_ffn_hidden_size=128, num_moe_experts=8,
+    use_cpu_initialization=False,
+)  # fmt: skip
+OURS = ("all2all", "agrs", "deepep", "nccl_ep", "direct")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # before any rank's first GEMM, for deterministic ones
+    with RankPool(2, backend="cpu:gloo,cuda:nccl", device="cuda", timeout_s=300.0) as ranks:
+        yield ranks
+
+
+def engine() -> None:
+    pytest.importorskip("transformer_engine", reason="Transformer Engine is not installed (moe-ep[te])")
+
+
+def model_of(ours: str | None, grouped: bool = False, **changes: Any) -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from moe_ep.integrations.megatron import use_moe_ep
+
+    model_parallel_cuda_manual_seed(1)
+    changes = {**SIZES, "moe_grouped_gemm": grouped, **changes}
+    config = megatron_cpu.small_config(**changes)
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=grouped, normalization=config.normalization)
+    if ours is not None:
+        spec = use_moe_ep(spec, dispatcher=ours, max_tokens=256)
+    model = megatron_cpu.small_gpt(config, spec)
+    return model.to("cuda", config.params_dtype)
+
+
+def losses(model: Any, rank: int, step: int, sequences: int = 4) -> Any:
+    batch = [t.cuda() for t in megatron_cpu.batch(rank, step, sequences=sequences)]
+    return model(*batch[:3], labels=batch[3])
+
+
+def trained(group: Any, rank: int, ours: str | None, steps: int) -> Any:
+    torch.use_deterministic_algorithms(True)
+    try:
+        with megatron_cpu.parallel(2):
+            model, history = model_of(ours), []
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            for step in range(steps):
+                optimizer.zero_grad(set_to_none=True)
+                loss = losses(model, rank, step).mean()
+                loss.backward()
+                history.append([loss.item(), *(p.grad.double().norm().item() for p in model.parameters())])
+                optimizer.step()
+            kinds = {type(layer.mlp.token_dispatcher).__name__ for layer in model.decoder.layers}
+            return kinds, history
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_hundred_steps_agree_to_six_digits(pool: RankPool) -> None:
+    """float32, experts one after the other on both sides, deterministic algorithms."""
+    native, ours = pool.run(trained, None, 100), pool.run(trained, "all2all", 100)
+    for (native_kinds, want), (kinds, got) in zip(native, ours, strict=True):
+        assert native_kinds == {"MoEAlltoAllTokenDispatcher"} and kinds == {"TicketDispatcher"}
+        assert want[-1][0] < want[0][0]
+        for expected, found in zip(want, got, strict=True):
+            assert found == pytest.approx(expected, rel=1e-6, abs=1e-12)
+
+
+def one_layer(group: Any, rank: int, ours: str | None) -> Any:
+    changes = dict(bf16=True, params_dtype=torch.bfloat16, moe_router_topk=4)
+    with megatron_cpu.parallel(2):
+        try:
+            layer = model_of(ours, grouped=True, **changes).decoder.layers[0].mlp
+        except MoEError as err:
+            return str(err)
+        generator = torch.Generator().manual_seed(rank)
+        x = torch.randn(48, 2, 256, generator=generator).cuda().bfloat16().requires_grad_()
+        y = layer(x)[0]
+        y.backward(torch.randn(y.shape, generator=generator).cuda().bfloat16())
+        grads = [x.grad, *(p.grad for p in layer.parameters())]
+        return [t.detach().float().cpu() for t in (y, *grads)]
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_grouped_experts_on_every_dispatcher(pool: RankPool, name: str) -> None:
+    """bfloat16: K = 4 rows are added up in another order or precision, each addition rounds by 2^-9 of the largest."""
+    engine()
+    got = pool.run(one_layer, name)
+    if isinstance(got[0], str):
+        pytest.skip(got[0])
+    for want, found in zip(pool.run(one_layer, None), got, strict=True):
+        for a, b in zip(want, found, strict=True):
+            assert (a - b).abs().max() <= 4 * 2**-8 * a.abs().max()
+
+
+def interleaved(group: Any, rank: int, name: str) -> Any:
+    from moe_ep.integrations.megatron import use_domino
+
+    changes = dict(bf16=True, params_dtype=torch.bfloat16)
+    with megatron_cpu.parallel(2):
+        outputs: list[Any] = []
+
+        def note(_: Any, __: Any, out: Any) -> None:
+            outputs.append(out.detach().float().cpu())
+
+        try:
+            serial, together = (model_of(name, grouped=True, **changes) for _ in range(2))
+        except MoEError as err:
+            return str(err)
+        use_domino(together, 2)
+        tokens, positions, mask, labels = [t.cuda() for t in megatron_cpu.batch(rank, 0, sequences=4)]
+        for model in (serial, together):
+            model.decoder.register_forward_hook(note)
+        for half in (slice(0, 2), slice(2, 4)):
+            serial(tokens[half], positions[half], mask, labels=labels[half]).sum().backward()
+        together(tokens, positions, mask, labels=labels).sum().backward()
+        grads = [[p.grad.float().cpu() for p in model.parameters()] for model in (serial, together)]
+        return torch.cat(outputs[:2], dim=1), outputs[2], *grads
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_interleaved_pieces_are_the_serial_ones(pool: RankPool, name: str) -> None:
+    engine()
+    results = pool.run(interleaved, name)
+    if isinstance(results[0], str):
+        pytest.skip(results[0])
+    for want, got, grads, got_grads in results:
+        assert torch.equal(got, want)
+        for a, b in zip(grads, got_grads, strict=True):  # two addends in bfloat16, in another order
+            assert (a - b).norm() <= 2**-7 * a.norm()
+
+
+def session(group: Any, rank: int, folder: str, overrides: tuple[str, ...]) -> list[float]:
+    from recipes import megatron_groups, megatron_train
+    from recipes.megatron_recipe import load
+    from recipes.ranks import over_process_group
+
+    loaded = load(Path(folder) / "small.toml", overrides)
+    here = Path.cwd()
+    os.chdir(folder)
+    ranks = over_process_group(2, torch.device("cuda", rank))
+    megatron_groups.open_groups(ranks)
+    try:
+        trainer, _ = megatron_train.build(loaded, ranks)
+        rows = [megatron_train.train_step(trainer, step) for step in range(1, 7)]
+        return [value for row in rows for value in (row.loss, row.grad_norm)] + [megatron_train.validate(trainer)]
+    finally:
+        os.chdir(here)
+        close_dispatchers(megatron_groups.parallel_state.get_expert_model_parallel_group())
+        megatron_groups.parallel_state.destroy_model_parallel()
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "distributed"])
+def test_the_program_and_megatrons_distributed_optimizer(pool: RankPool, tmp_path: Path, optimizer: str) -> None:
+    engine()
+    before, _, after = small_recipe.write(tmp_path).read_text().partition("[checkpoint]")
+    (tmp_path / "small.toml").write_text(before + "[metrics]" + after.partition("[metrics]")[2])
+    common = (
+        "parallel.ep_size=2", "parallel.backend=nccl", "moe.weighting=activation", "megatron.transformer_engine=true",
+        "megatron.grouped_gemm=true", "model.hidden_size=128", "model.head_dim=64", "model.dtype=bfloat16",
+        "model.expert_intermediate_size=64", "model.shared_intermediate_size=64", "train.sequence_length=64",
+        f"megatron.optimizer={optimizer}",
+    )  # fmt: skip
+    native = pool.run(session, str(tmp_path), (*common, "megatron.dispatcher=native"))
+    ours = pool.run(session, str(tmp_path), (*common, "train.intra_layer_micro_batch=2"))
+    assert native[0] == pytest.approx(native[1]) and native[0][-1] < native[0][0]
+    for want, got in zip(native, ours, strict=True):
+        assert got == pytest.approx(want, rel=0.03)  # bfloat16 activations, six steps
