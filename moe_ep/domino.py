@@ -152,7 +152,7 @@ class DominoLayer(nn.Module):
         return _recomputed(self._region, run, plan)
 
     @eager  # a trace cannot make a schedule again
-    def _plan(self, num_micro_batches: int) -> tuple[Schedule, list[frozenset[Link]]]:
+    def _plan(self, num_micro_batches: int) -> tuple[Schedule, Sequence[frozenset[Link]]]:
         plan = schedule(num_micro_batches, dense=self.moe is None, outside=self._outside)
         return plan, _links(plan)
 
@@ -258,14 +258,13 @@ class _Run:
         return other
 
 
-def _links(plan: Schedule) -> list[frozenset[Link]]:
+def _links(plan: Schedule) -> Sequence[frozenset[Link]]:
     """The waits of each micro-batch: the stages make these and no others."""
-    links = plan.links()
-    strange = frozenset().union(*links) - ALL_WAITS
+    strange = frozenset().union(*plan.links) - ALL_WAITS
     if strange:
         pairs = ", ".join(f"{waits} for {awaited}" for waits, awaited in sorted(strange))
         raise ProtocolError(f"the schedule has waits that no stage makes: {pairs}")
-    return links
+    return plan.links
 
 
 def _inside_another(run: _Run, i: int) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import enum
 import functools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from .errors import ProtocolError, RecipeError
@@ -168,26 +168,30 @@ class Schedule:
         dense: a layer without experts.
         steps: in the order in which they are issued.
         before: how many of the steps lie in front of the region that activation recompute runs twice.
+        links: the waits of each micro-batch, which the stages of its ticket make.
+
+    Raises:
+        ProtocolError: a step waits for another micro-batch, which no stage can.
     """
 
     num_micro_batches: int
     dense: bool
     steps: tuple[Step, ...]
     before: int = 0
+    links: tuple[frozenset[Link], ...] = field(init=False, compare=False, repr=False)
 
-    def links(self) -> list[frozenset[Link]]:
-        """The waits of each micro-batch, which the stages of its ticket make.
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "links", _links_of(self.num_micro_batches, self.steps))
 
-        Raises:
-            ProtocolError: a step waits for another micro-batch, which no stage can.
-        """
-        found: list[set[Link]] = [set() for _ in range(self.num_micro_batches)]
-        for step in self.steps:
-            for wait in step.waits:
-                if wait.micro_batch != step.key.micro_batch:
-                    raise ProtocolError(f"{step.key} waits for {wait}; a stage waits for its own micro-batch only")
-                found[wait.micro_batch].add(Link(step.key.kind, wait.kind))
-        return [frozenset(links) for links in found]
+
+def _links_of(num_micro_batches: int, steps: Sequence[Step]) -> tuple[frozenset[Link], ...]:
+    found: list[set[Link]] = [set() for _ in range(num_micro_batches)]
+    for step in steps:
+        for wait in step.waits:
+            if wait.micro_batch != step.key.micro_batch:
+                raise ProtocolError(f"{step.key} waits for {wait}; a stage waits for its own micro-batch only")
+            found[wait.micro_batch].add(Link(step.key.kind, wait.kind))
+    return tuple(map(frozenset, found))
 
 
 @functools.cache  # layers ask for it in every forward
