@@ -20,7 +20,7 @@ import torch
 
 from .errors import Unavailable
 
-INSTALL = "pip install quack-kernels==0.6.5 'nvidia-cutlass-dsl[cu13]==4.7.0'"
+INSTALL = "pip install 'quack-kernels[cu13]==0.6.5'"
 PACKAGES = ("quack-kernels", "nvidia-cutlass-dsl")
 # what moe_ep.quack_gemms calls: (module, attribute)
 _PARTS = {

@@ -257,7 +257,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, origins: dict[str, str]) -> None:
 def test_what_is_found(monkeypatch: pytest.MonkeyPatch, forget: None) -> None:
     """Nothing; half; a folder of another name, in which quack would fail at the first GEMM; a broken one."""
     plant(monkeypatch, {})
-    assert "no module quack is installed; pip install quack-kernels" in quack_library.load()[1]
+    assert "no module quack is installed; pip install 'quack-kernels" in quack_library.load()[1]
     quack_library.load.cache_clear()
     plant(monkeypatch, {"quack": "/a/quack/__init__.py"})
     assert "no module cutlass is installed" in quack_library.load()[1]
