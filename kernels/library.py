@@ -24,6 +24,7 @@ SIGNATURES = {
     "moe_ep_direct_exchange": "pp",
     "moe_ep_direct_push": "ppi",
     "moe_ep_direct_return": "ppii",
+    "moe_ep_plan_fixed_rows": "pppppiiii",
     "moe_ep_plan_replicas": "pppppiiiiii",
     "moe_ep_replica_push": "ppi",
     "moe_ep_replica_pull": "ppi",

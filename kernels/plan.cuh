@@ -33,6 +33,7 @@ struct Orders {
 
 struct Run {
     int *need, *slack, *left, *avail, *rows;  // [R]; left: unused slots
+    int *giver, *give;  // [R]: the expert of each rank that gives its next piece, and at most how many rows; 0: none
     int* rest;  // [E]
     int *slot_expert, *slot_rows;  // [Q]
 };
@@ -74,6 +75,8 @@ __device__ Run carve_run(int*& next, const Domain& d) {
     run.left = carve(next, d.R);
     run.avail = carve(next, d.R);
     run.rows = carve(next, d.R);
+    run.giver = carve(next, d.R);
+    run.give = carve(next, d.R);
     run.rest = carve(next, d.E);
     run.slot_expert = carve(next, d.Q);
     run.slot_rows = carve(next, d.Q);
@@ -82,7 +85,7 @@ __device__ Run carve_run(int*& next, const Domain& d) {
 
 __device__ __forceinline__ int64_t div_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-__host__ __device__ int64_t run_ints(int64_t R, int64_t E, int64_t S) { return 5 * R + E + 2 * R * S; }
+__host__ __device__ int64_t run_ints(int64_t R, int64_t E, int64_t S) { return 7 * R + E + 2 * R * S; }
 __host__ __device__ int64_t plan_ints(int64_t R, int64_t E, int64_t S) {
     return kCommonInts + 4 * E + 3 * R + (kRules + 1) * run_ints(R, E, S);
 }
@@ -98,26 +101,51 @@ __device__ bool holds(const Run& run, const Domain& d, int rank, int expert) {
     return false;
 }
 
-// The expert that gives the next piece, and at most how many rows; false where none can.
-__device__ bool choose_expert(const Run& run, const Domain& d, const int* place, bool largest, int lane, int& expert,
-                              int& want) {
+// The best giver among the experts that a lane looks at: by rows where `largest`, then by place.
+struct Giver {
+    unsigned first, second;
+    int expert, rows;
+
+    __device__ __forceinline__ void look(const Run& run, const Domain& d, const int* place, bool largest, int need,
+                                         int e) {
+        const int rest = run.rest[e];
+        if (rest < d.min_quota) return;  // closed ones are negative
+        const int could = min(max(need, d.min_quota), rest);
+        const unsigned a = largest ? could : 1, b = d.E - place[e];
+        if (a > first || (a == first && b > second)) first = a, second = b, expert = e, rows = could;
+    }
+};
+
+// Finds the giver of `rank` again. A step changes those of one or two ranks; a look at all experts in every step would
+// be most of the instructions of a run, and sixteen runs share one SM.
+__device__ void find_giver(const Run& run, const Domain& d, const int* place, bool largest, int rank, int lane) {
+    const int need = run.need[rank];
+    Giver mine{0, 0, -1, 0};
+    for (int e = rank * d.L + lane; e < (rank + 1) * d.L && need > 0; e += kWarp)
+        mine.look(run, d, place, largest, need, e);
+    const unsigned top = need > 0 ? __reduce_max_sync(kAll, mine.first) : 0;
+    if (top == 0) {
+        if (lane == 0) run.give[rank] = 0;
+        return;
+    }
+    const unsigned next = __reduce_max_sync(kAll, mine.first == top ? mine.second : 0);
+    if (mine.first == top && mine.second == next) run.giver[rank] = mine.expert, run.give[rank] = mine.rows;
+}
+
+// The rank whose expert gives the next piece: the one that can give most, or the first in the order. -1: none.
+__device__ int choose_source(const Run& run, const Domain& d, const int* place, bool largest, int lane) {
     unsigned first = 0, second = 0;
-    int mine = -1, mine_want = 0;
-    for (int e = lane; e < d.E; e += kWarp) {
-        const int rest = run.rest[e], need = run.need[e / d.L];
-        if (rest < 0 || need == 0) continue;
-        const int rows = min(max(need, d.min_quota), rest);
-        if (rows < d.min_quota) continue;
-        const unsigned a = largest ? rows : 1, b = d.E - place[e];
-        if (a > first || (a == first && b > second)) first = a, second = b, mine = e, mine_want = rows;
+    int mine = -1;
+    for (int r = lane; r < d.R; r += kWarp) {
+        const int rows = run.give[r];
+        if (rows == 0) continue;
+        const unsigned a = largest ? rows : 1, b = d.R - place[r];
+        if (a > first || (a == first && b > second)) first = a, second = b, mine = r;
     }
     const unsigned top = __reduce_max_sync(kAll, first);
-    if (top == 0) return false;
+    if (top == 0) return -1;
     const unsigned next = __reduce_max_sync(kAll, first == top ? second : 0);
-    const bool chosen = first == top && second == next;
-    expert = from_lane(chosen, mine);
-    want = from_lane(chosen, mine_want);
-    return true;
+    return from_lane(first == top && second == next, mine);
 }
 
 // The rank with slack that takes the piece: its widest one, or with `fill` the widest that is filled whole. -1: none.
@@ -151,7 +179,7 @@ __device__ int choose_relay(const Run& run, const Domain& d, const int* place, i
     return top == 0 ? -1 : from_lane(best == top, mine);
 }
 
-__device__ void start(const Run& run, const Domain& d, const Orders& orders, int tau, int lane) {
+__device__ void start(const Run& run, const Domain& d, const Orders& orders, int tau, int rule, int lane) {
     for (int r = lane; r < d.R; r += kWarp) {
         const int rows = orders.at_home[r];
         run.rows[r] = run.avail[r] = rows;
@@ -161,6 +189,14 @@ __device__ void start(const Run& run, const Domain& d, const Orders& orders, int
     }
     for (int e = lane; e < d.E; e += kWarp) run.rest[e] = orders.total[e];
     __syncwarp();
+    for (int r = lane; r < d.R; r += kWarp) {
+        Giver best{0, 0, -1, 0};
+        for (int e = r * d.L; e < (r + 1) * d.L && run.need[r] > 0; ++e)
+            best.look(run, d, orders.expert_place[rule & 1], rule & 2, run.need[r], e);
+        run.giver[r] = best.expert;
+        run.give[r] = best.rows;
+    }
+    __syncwarp();
 }
 
 // One run of one warp; returns its largest load and its number of pieces, on every lane.
@@ -168,10 +204,10 @@ __device__ int2 greedy(const Run& run, const Domain& d, const Orders& orders, in
     const int* place = orders.expert_place[rule & 1];
     const int* rank_place = orders.rank_place[rule & 1];
     const bool largest = rule & 2, fill = rule & 4, careful = rule & 8;
-    int pieces = 0, expert, want;
-    start(run, d, orders, tau, lane);
-    while (choose_expert(run, d, place, largest, lane, expert, want)) {
-        const int home = expert / d.L, need = run.need[home];
+    int pieces = 0;
+    start(run, d, orders, tau, rule, lane);
+    for (int home; (home = choose_source(run, d, rank_place, largest, lane)) >= 0;) {
+        const int expert = run.giver[home], want = run.give[home], need = run.need[home];
         int dest = choose_target(run, d, expert, home, want, fill, lane);
         const int room = dest < 0 ? 0 : run.slack[dest];
         bool wasteful = dest < 0 || (room > want && run.left[dest] == 1);
@@ -194,6 +230,9 @@ __device__ int2 greedy(const Run& run, const Domain& d, const Orders& orders, in
             (relay >= 0 ? run.need : run.slack)[dest] += relay >= 0 ? rows : -rows;
         }
         pieces += dest >= 0;
+        __syncwarp();
+        find_giver(run, d, place, largest, home, lane);
+        if (relay >= 0) find_giver(run, d, place, largest, relay, lane);
         __syncwarp();
     }
     int peak = 0;

@@ -1,6 +1,7 @@
 """Planner and rerouting of replicas on one GPU, without a word from the host. CUDA only; integers alone.
 
     plan_replicas   load [R, E] -> quotas [E, R], the slots' experts [R, S], largest load and its bound of each domain
+    plan_fixed_rows the same, of equal rows on every rank
     reroute         ids [T, K] of one rank and that plan -> physical ids [T, K]
 
 Both compute what `moe_ep/replica` computes in torch, bit for bit; the worked examples stand there.
@@ -46,10 +47,29 @@ def plan_replicas(
             f"planning {domain_size} ranks, {inside} experts and {slots} slots takes {needed} bytes of shared memory, "
             f"and a block of this GPU has {limit}; plan in smaller domains, or on the host"
         )
-    quota, instances = load.new_empty(num_experts, num_ranks), load.new_empty(num_ranks, slots)
-    peak, bound = load.new_empty(num_domains), load.new_empty(num_domains)
+    outputs = _outputs(load, slots, domain_size)
     sizes = (num_ranks, num_experts, domain_size, slots, min_quota, tolerance)
-    launch("moe_ep_plan_replicas", load, load.contiguous(), quota, instances, peak, bound, *sizes)
+    launch("moe_ep_plan_replicas", load, load.contiguous(), *outputs, *sizes)
+    return outputs
+
+
+def plan_fixed_rows(load: Tensor, slots: int, domain_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Plan one micro-batch with equal rows on every rank; arguments and results as for `plan_replicas`.
+
+    Args:
+        load: int32 [R, E] on a GPU.
+        slots: S, at least L.
+        domain_size: divides R.
+    """
+    outputs = _outputs(load, slots, domain_size)
+    launch("moe_ep_plan_fixed_rows", load, load.contiguous(), *outputs, *load.shape, domain_size, slots)
+    return outputs
+
+
+def _outputs(load: Tensor, slots: int, domain_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    num_ranks, num_experts = load.shape
+    quota, instances = load.new_empty(num_experts, num_ranks), load.new_empty(num_ranks, slots)
+    peak, bound = load.new_empty(2, num_ranks // domain_size).unbind()
     return quota, instances, peak, bound
 
 

@@ -6,20 +6,27 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..routing import Routing
-from .checks import check_sizes
+from .checks import Planner, check_sizes
 from .plan import Plan
 from .reroute import check_group
 
 
 def plan_on_device(
-    load: Tensor, slots: int, min_quota: int = 1, *, tolerance: int = 0, domain_size: int | None = None
+    load: Tensor,
+    slots: int,
+    min_quota: int = 1,
+    planner: Planner = "quota",
+    *,
+    tolerance: int = 0,
+    domain_size: int | None = None,
 ) -> Plan:
-    """`plan` with the planner "quota", by one launch.
+    """`plan` by one launch.
 
     Args:
         load: int32 [R, E] on a GPU. Its values cannot be looked at: they must be counts that add up to less than 2^31.
         slots: as for `plan`.
         min_quota: as for `plan`.
+        planner: as for `plan`.
         tolerance: as for `plan`.
         domain_size: as for `plan`.
 
@@ -28,12 +35,18 @@ def plan_on_device(
         InputError: a load on the CPU, or of another dtype.
         KernelError: no kernels on this machine, or sizes beyond what a block of this GPU can hold.
     """
-    check_sizes(load, slots, min_quota, "quota", domain_size, tolerance)
+    check_sizes(load, slots, min_quota, planner, domain_size, tolerance)
     if not load.is_cuda or load.dtype.itemsize != 4:
         raise InputError(f"the kernels plan int32 loads on a GPU, got {load.dtype} on {load.device}; use plan there")
-    from ..kernels.replica import plan_replicas
+    from ..kernels.replica import plan_fixed_rows, plan_replicas
 
-    quota, instances, peak, bound = plan_replicas(load, slots, min_quota, tolerance, domain_size or load.shape[0])
+    size = domain_size or load.shape[0]
+    made = (
+        plan_fixed_rows(load, slots, size)
+        if planner == "fixed_rows"
+        else plan_replicas(load, slots, min_quota, tolerance, size)
+    )
+    quota, instances, peak, bound = made
     most = peak.amax()
     return Plan(load=load, quota=quota, instances=instances, max_load=most.long(), exact=most == bound.amax())
 

@@ -38,6 +38,24 @@ def same(load: Tensor, slots: int, min_quota: int = 1, domain: int | None = None
         assert int(got.checksum()) == int(want.checksum()), case
 
 
+def test_equal_rows() -> None:
+    rng = random.Random(4)
+    for num_ranks, num_local, domain in (
+        (1, 3, 1),
+        (2, 40, 2),
+        (12, 4, 6),
+        (64, 4, 64),
+        (256, 2, 256),
+        *[(4, 3, 4)] * 50,
+    ):
+        totals = [rng.choice([0, 1, int(50 * rng.lognormvariate(0, 2))]) for _ in range(num_ranks * num_local)]
+        load = from_totals(totals, num_ranks)
+        want = plan(load, num_local + 1, 1, "fixed_rows", domain_size=domain)
+        got = plan_on_device(load.int().cuda(), num_local + 1, 1, "fixed_rows", domain_size=domain)
+        for name in ("load", "quota", "instances", "max_load", "exact"):
+            assert torch.equal(getattr(got, name).cpu(), getattr(want, name)), (totals, num_ranks, domain, name)
+
+
 @pytest.mark.parametrize("name", ADVERSARIAL)
 def test_adversarial_loads(name: str) -> None:
     totals, num_ranks, slots, _ = ADVERSARIAL[name]

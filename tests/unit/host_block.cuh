@@ -113,6 +113,13 @@ uint64_t exchange(uint64_t value, Combine combine) {
 inline unsigned __reduce_max_sync(unsigned, unsigned value) {
     return exchange(value, [](uint64_t* v) { return *std::max_element(v, v + moe_ep::kWarp); });
 }
+inline int __reduce_max_sync(unsigned, int value) {
+    return exchange(static_cast<unsigned>(value), [](uint64_t* v) {
+        int best = INT_MIN;
+        for (int i = 0; i < moe_ep::kWarp; ++i) best = max(best, static_cast<int>(v[i]));
+        return static_cast<unsigned>(best);
+    });
+}
 inline unsigned __reduce_add_sync(unsigned, unsigned value) {
     return exchange(value, [](uint64_t* v) {
         uint64_t sum = 0;

@@ -19,17 +19,19 @@ from torch import Tensor
 from moe_ep.load import expert_load
 from moe_ep.permute import sort_routes
 from moe_ep.replica import plan, reroute
+from moe_ep.replica.checks import Planner
 from moe_ep.routing import Routing
 from tests.unit.test_replica_plan import ADVERSARIAL, COLDER, from_totals, random_case
 
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 MAIN = """
 #include <utility>
-#include "plan.cuh"
+#include "fixed_rows.cuh"
 #include "reroute.cuh"
 namespace moe_ep { namespace { int shared[1 << 20]; } }
 using namespace moe_ep;
 extern "C" void run_plan(Plan* p) { launch(p->sources / p->ranks, kPlanThreads, [p] { plan_replicas(*p); }); }
+extern "C" void run_fixed(Plan* p) { launch(p->sources / p->ranks, kFixedThreads, [p] { plan_fixed_rows(*p); }); }
 extern "C" void run_reroute(Lines* t, Routing* r, int blocks) {
     launch((t->E + 7) / 8, 256, [t] { make_lines(*t); });
     launch(blocks, 256, [t, r] { place_rows(*t, *r); });
@@ -68,7 +70,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
     if compiler is None:
         pytest.skip("no host C++ compiler (g++ or clang++) is installed")
     folder = tmp_path_factory.mktemp("source")
-    for name in ("plan.cuh", "reroute.cuh"):
+    for name in ("plan.cuh", "fixed_rows.cuh", "reroute.cuh"):
         shutil.copy(KERNELS / name, folder / name)
     shutil.copy(Path(__file__).with_name("host_block.cuh"), folder / "common.cuh")
     (folder / "main.cpp").write_text(MAIN)
@@ -77,7 +79,15 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return ctypes.CDLL(str(folder / "lib.so"))
 
 
-def check_plan(library: Any, load: Tensor, slots: int, min_quota: int, domain: int, tolerance: int = 0) -> None:
+def check_plan(
+    library: Any,
+    load: Tensor,
+    slots: int,
+    min_quota: int,
+    domain: int,
+    tolerance: int = 0,
+    planner: Planner = "quota",
+) -> None:
     num_ranks, num_experts = load.shape
     load = load.int().contiguous()
     quota = torch.full((num_experts, num_ranks), -7, dtype=torch.int32)
@@ -85,9 +95,10 @@ def check_plan(library: Any, load: Tensor, slots: int, min_quota: int, domain: i
     peak, bound = (torch.zeros(num_ranks // domain, dtype=torch.int32) for _ in range(2))
     outputs = [t.data_ptr() for t in (quota, instances, peak, bound)]
     sizes = (num_ranks, num_experts, domain, slots, min_quota, tolerance)
-    library.run_plan(ctypes.byref(PlanTask(load.data_ptr(), *sizes, *outputs)))
-    want = plan(load, slots, min_quota, domain_size=domain, tolerance=tolerance)
-    case = (load.sum(0).tolist(), num_ranks, slots, min_quota, domain, tolerance)
+    run = library.run_fixed if planner == "fixed_rows" else library.run_plan
+    run(ctypes.byref(PlanTask(load.data_ptr(), *sizes, *outputs)))
+    want = plan(load, slots, min_quota, planner, domain_size=domain, tolerance=tolerance)
+    case = (load.sum(0).tolist(), num_ranks, slots, min_quota, domain, tolerance, planner)
     assert torch.equal(quota, want.quota), case
     assert torch.equal(instances, want.instances), case
     assert int(peak.max()) == int(want.max_load), case
@@ -121,6 +132,18 @@ def test_dropped_replicas_have_the_planner_s_bits(library: Any) -> None:
     hot = [45, 23, 23, 145, 238, 232, 40, 0, 121, 107, 85, 0, 408, 0, 19, 198]
     check_plan(library, from_totals([14, 36, 0, 10, 97], 5), 3, 20, 5)
     check_plan(library, from_totals(hot + COLDER, 8), 1, 1, 8)
+
+
+def test_equal_rows_have_the_planner_s_bits(library: Any) -> None:
+    rng = random.Random(4)
+    for num_ranks, num_local, domain in ((1, 3, 1), (2, 40, 2), (3, 1, 3), (12, 4, 6), (64, 4, 64), *[(4, 3, 4)] * 20):
+        totals = [rng.choice([0, 1, int(50 * rng.lognormvariate(0, 2))]) for _ in range(num_ranks * num_local)]
+        for load in (from_totals(totals, num_ranks), from_totals([0] * len(totals), num_ranks)):
+            check_plan(library, load, num_local + rng.randrange(2), 1, domain, planner="fixed_rows")
+    for totals, num_ranks, *_ in ADVERSARIAL.values():
+        check_plan(
+            library, from_totals(totals, num_ranks), len(totals) // num_ranks, 1, num_ranks, planner="fixed_rows"
+        )
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3, 8, 40])
