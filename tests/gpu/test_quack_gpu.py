@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 
 from moe_ep import quack_library
+from moe_ep.config import MoEConfig
+from moe_ep.dispatch import close_dispatchers
+from moe_ep.layer import MoELayer
 from moe_ep.permute import ExpertInput
 from moe_ep.quack_mlp import quack_swiglu
 from tests.gpu.test_experts_gpu import COUNTS, build, check, make_input, poison
@@ -145,6 +148,29 @@ def test_never_waits_for_the_host_and_can_be_captured(rows: str) -> None:
         total = sum(counts)
         assert torch.equal(got[0][:total], expected[0][:total])
         assert all(torch.equal(one, other) for one, other in zip(got[1:], expected[1:], strict=True))
+
+
+def test_a_layer_equals_one_with_torch_experts() -> None:
+    """Router to output and back to x and every parameter, on one rank; the model is built on the meta device."""
+    results = []
+    for name in ("quack", "torch"):
+        config = MoEConfig(
+            hidden_size=H, expert_intermediate_size=I, num_experts=8, top_k=3, dtype="bfloat16", experts=name,
+            dispatcher="local", init_std=0.1,
+        )  # fmt: skip
+        with torch.device("meta"):
+            layer = MoELayer(config)
+        layer.to_empty(device="cuda").reset_parameters(0)
+        generator = torch.Generator("cuda").manual_seed(0)
+        x, dy = (torch.randn(777, H, device="cuda", generator=generator, dtype=BF16) for _ in range(2))
+        y = layer(x.requires_grad_())[0]
+        y.backward(dy)
+        results.append({"y": y.detach(), "x": x.grad, **{n: p.grad for n, p in layer.named_parameters()}})
+    close_dispatchers()
+    for key, other in results[1].items():
+        # one rounding more or less on the way; the router's gradient is made of <dy, f>, which cancel
+        bound = (64 if "router" in key else 8) * torch.finfo(BF16).eps
+        assert (results[0][key].double() - other.double()).norm() <= bound * other.double().norm(), key
 
 
 @pytest.mark.parametrize("reserve", [0, 16, 33])
