@@ -147,6 +147,40 @@ def layer_in_bfloat16(group: Any, rank: int) -> Any:
         return [layer(x)[0].detach().float() for layer in layers]
 
 
+def test_tensor_parallel_attention_with_whole_experts(pool: RankPool) -> None:
+    """TP = 2 with sequence parallelism, EP = 2 over the same ranks, experts not split: the layer alone."""
+    for native, ours in pool.run(layer_under_tensor_parallelism):
+        assert len(ours) == 11
+        for a, b in zip(native, ours, strict=True):
+            assert torch.equal(a, b)
+
+
+def layer_under_tensor_parallelism(group: Any, rank: int) -> Any:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.spec_utils import build_module
+
+    from moe_ep.integrations.megatron import moe_spec
+
+    found = []
+    with cpu.on_cpu(), cpu.parallel(2, tensor_model_parallel_size=2, expert_tensor_parallel_size=1):
+        config = cpu.small_config(tensor_model_parallel_size=2, sequence_parallel=True)
+        native = cpu.layer_spec(config).layer_specs[0].submodules.mlp
+        given = dict(config=config, layer_number=1, pg_collection=ProcessGroupCollection.use_mpu_process_groups())
+        for spec in (native, moe_spec(native, dispatcher="all2all")):
+            torch.manual_seed(0)
+            layer = build_module(spec, **given) if hasattr(spec, "module") else spec(**given)
+            generator = torch.Generator().manual_seed(rank)
+            with torch.no_grad():
+                for name, parameter in layer.named_parameters():
+                    if "experts" in name:
+                        parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+            x = torch.randn(6, 2, 16, generator=generator).requires_grad_()
+            y = layer(x)[0]
+            y.square().sum().backward()
+            found.append([y.detach(), x.grad, *(p.grad for p in layer.parameters())])
+    return found
+
+
 def test_checkpoints_and_marks_of_parameters_are_megatrons(pool: RankPool) -> None:
     for native, ours in pool.run(described):
         assert native == ours
