@@ -172,7 +172,7 @@ class All2All(Dispatcher):
 
     def _combine(self, ticket: Ticket) -> None:
         state: All2AllState = ticket.state
-        num_sent, num_received = state.routes.row_token.shape[0], ticket.num_rows
+        num_sent, num_received = state.routes.row_token.shape[0], sum(state.recv)
         transfer = AllToAllRows(self.row_group, list(state.recv), list(state.send), num_received, num_sent)
         state.flight = Flight(transfer, self.comm(ticket.payload[0].device), f"combine of {ticket.where}")
         ticket.payload = start(state.flight, *ticket.payload)
