@@ -180,7 +180,7 @@ def sum_rows(
     return _SumRows.apply(rows_NH, movement, kernels) if _records(rows_NH) else _move_back(rows_NH, movement, kernels)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # not frozen: that costs as much as an op of torch, in every dispatch
 class SortedRoutes:
     """Routes in the order of their experts, inside an expert by (token, k): the result of `sort_routes`.
 

@@ -96,15 +96,15 @@ class Router(nn.Module):
         if valid_T is not None:  # padding may hold NaN, which would reach the weight's gradient as 0 * NaN
             x_TH = x_TH.masked_fill(~valid_T[:, None], 0)
         logits_TE = self._logits(x_TH)
-        alive_T, bad_tokens, num_tokens = _alive(logits_TE.detach(), valid_T)
-        logits_TE = logits_TE.masked_fill(~alive_T[:, None], 0)
+        alive_T, dead_T, num_tokens = _alive(logits_TE.detach(), valid_T)
+        logits_TE = logits_TE.masked_fill(dead_T[:, None], 0)
         scores_TE = self.scores(logits_TE)
         ids_TK = self._choose(scores_TE, alive_T)
         routing = Routing(
             expert_ids=ids_TK,
             weights=self._weights(scores_TE, ids_TK),
             num_experts=self.config.num_experts,
-            bad_tokens=bad_tokens,
+            bad_tokens=(dead_T if valid_T is None else dead_T & valid_T).sum(),
         )
         load_E = expert_load(ids_TK, self.config.num_experts)
         self._count(load_E)
@@ -186,11 +186,12 @@ class Router(nn.Module):
 
 
 def _alive(logits_TE: Tensor, valid_T: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Valid tokens with finite logits, bool [T]; how many valid ones have others, and how many are valid, int64 []."""
+    """Valid tokens with finite logits and the others, bool [T]; how many are valid, int64 []."""
     finite_T = torch.linalg.vector_norm(logits_TE, math.inf, dim=-1) < math.inf  # a NaN is the largest, and not less
     if valid_T is None:
-        return finite_T, (~finite_T).sum(), torch.full((), finite_T.shape[0], device=finite_T.device)
-    return finite_T & valid_T, (valid_T & ~finite_T).sum(), valid_T.sum()
+        return finite_T, ~finite_T, torch.full((), finite_T.shape[0], device=finite_T.device)
+    alive_T = finite_T & valid_T
+    return alive_T, ~alive_T, valid_T.sum()
 
 
 class SoftmaxRouter(Router):

@@ -241,7 +241,7 @@ def all_to_all(
         work = _all_to_all_single(_raw(out), _raw(tensor), recv, send, group=group, async_op=apart)
         return [] if work is None else [work]
 
-    return begin_late(out, begin, group)
+    return begin(out) if out.is_cuda else begin_late(out, begin, group)
 
 
 def all_gather(out: Tensor, tensor: Tensor, group: dist.ProcessGroup | None) -> list[Any]:
@@ -315,7 +315,8 @@ def start_call(group: dist.ProcessGroup, call: Call | None, device: torch.device
 
 def _note(group: dist.ProcessGroup, kind: Kind, tensor: Tensor, send: Sequence[int], recv: Sequence[int]) -> None:
     alarm, device = find_alarm(group) or alarm_of(group, start_call), tensor.device
-    alarm.note(group, Call(kind, device.type, tensor.element_size() * math.prod(tensor.shape[1:]), send, recv), device)
+    row_bytes = tensor.element_size() * math.prod(tensor.shape[1:])
+    alarm.note(group, Call(kind, "cuda" if tensor.is_cuda else "cpu", row_bytes, send, recv), device)
 
 
 def _raw(tensor: Tensor) -> Tensor:
