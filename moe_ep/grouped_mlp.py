@@ -74,7 +74,7 @@ def pad_inputs(inp: ExpertInput, w_gate_up: Tensor, w_down: Tensor) -> tuple[Exp
     return dataclasses.replace(inp, source=source), w_gate_up, F.pad(w_down, (0, pad_i, 0, pad_h))
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(slots=True, kw_only=True)
 class _Plan:
     """What forward and backward share beside the differentiable tensors."""
 
@@ -148,7 +148,7 @@ def _keep(ctx: Any, h: Tensor, inputs: tuple[Tensor, Tensor, Tensor, Tensor], pl
     need_x, need_weights, need_gate_up, _ = ctx.needs_input_grad[:4]
     x_NH, weights_N, w_gate_up, w_down = inputs
     rows = (plan.gather or (x_NH,)) if need_gate_up else ()
-    ctx.plan = dataclasses.replace(plan, gather=None)
+    ctx.plan, plan.gather = plan, None  # what is kept of it, autograd keeps
     ctx.save_for_backward(
         h,
         weights_N,
@@ -186,6 +186,8 @@ def _grouped_mm(a: Tensor, b: Tensor, ends_L: Tensor) -> Tensor:
 
 def aligned(t: Tensor) -> Tensor:
     """`t`, or a copy of it where its memory is not what grouped_mm takes (a view, a slice, an expanded gradient)."""
+    if t.is_contiguous() and 1 not in t.shape and t.data_ptr() % ROW_ALIGNMENT == 0:
+        return t
     # strides are compared one by one: is_contiguous() ignores those of dimensions of size 1, grouped_mm does not
     strides = [math.prod(t.shape[dim + 1 :]) for dim in range(t.dim())]
     good = list(t.stride()) == strides and t.data_ptr() % ROW_ALIGNMENT == 0

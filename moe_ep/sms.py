@@ -14,19 +14,22 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import torch
 
+_nothing = contextlib.nullcontext()
 # grouped_mm runs one plain product for each expert elsewhere, and those look at no switch (ATen's GroupedBlas.cpp)
 _GROUPED_MM_CAPABILITIES = ((9, 0), (10, 0))
 
 
-@contextlib.contextmanager
-def leave_free(num_sms: int) -> Iterator[None]:
+def leave_free(num_sms: int) -> AbstractContextManager[None]:
     """GEMMs launched inside leave that many SMs free; 0: as it was outside."""
-    if num_sms == 0:
-        yield
-        return
+    return _leaving(num_sms) if num_sms else _nothing
+
+
+@contextlib.contextmanager
+def _leaving(num_sms: int) -> Iterator[None]:
     before = torch._C._get_sm_carveout_experimental()
     torch._C._set_sm_carveout_experimental(num_sms)
     try:
