@@ -1,0 +1,92 @@
+"""What a launch does with streams and events, in which order; CUDA is played by fakes that note it."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from moe_ep import streams
+from moe_ep.streams import CommStream, making
+
+
+class Cuda:
+    """One GPU, its streams and what happened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[tuple[str, str, str]] = []
+        numbers, cuda = itertools.count(1), self
+
+        class Stream:
+            def __init__(self, device: Any = None, priority: int = 0, name: str = "comm") -> None:
+                self.name = name
+
+            def wait_event(self, event: Event) -> None:
+                cuda.log.append((self.name, "waits for", event.name))
+
+        class Event:
+            def __init__(self) -> None:
+                self.name = f"event {next(numbers)}"
+
+            def record(self, stream: Stream) -> None:
+                cuda.log.append((stream.name, "records", self.name))
+
+            def synchronize(self) -> None:
+                cuda.log.append(("host", "waits for", self.name))
+
+        self.current = Stream(name="caller")
+        monkeypatch.setattr(torch.cuda, "Stream", Stream)
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda index: self.current)
+        monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(self, "current", stream))
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: id(self.current), raising=False)
+        monkeypatch.setattr(streams, "_known", {})
+
+    def fill(self) -> tuple[tuple[torch.Tensor, ...], list[Any]]:
+        """What is launched."""
+        self.log.append((self.current.name, "runs", "it"))
+        return (torch.zeros(1),), []
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    return Cuda(monkeypatch)
+
+
+def test_comm_waits_for_what_was_issued_and_the_caller_for_what_came(cuda: Cuda) -> None:
+    comm = CommStream(torch.device("cuda", 0), None)
+    for _ in range(2):  # the event of what was issued is used again
+        cuda.log.clear()
+        comm.launch("it", cuda.fill).wait()
+        (_, _, issued), *_, (_, _, ended) = cuda.log
+        assert cuda.log == [
+            ("caller", "records", issued), ("comm", "waits for", issued), ("comm", "runs", "it"),
+            ("comm", "records", ended), ("caller", "waits for", ended),
+        ]  # fmt: skip
+        assert issued != ended and cuda.current.name == "caller"
+
+
+def test_a_host_that_has_waited_leaves_the_caller_nothing_to_wait_for(cuda: Cuda) -> None:
+    flight = CommStream(torch.device("cuda", 0), None).launch("it", cuda.fill, keep=("what it reads",))
+    cuda.log.clear()
+    flight.wait_on_host()
+    del flight
+    assert [who for who, *_ in cuda.log] == ["host"]
+
+
+def test_a_schedule_without_the_waits_has_none(cuda: Cuda) -> None:
+    with making(at_launch=False, at_arrival=False):
+        CommStream(torch.device("cuda", 0), None).launch("it", cuda.fill).wait()
+    assert [what for _, what, _ in cuda.log] == ["runs", "records"]
+
+
+def test_the_callers_stream_is_current_again_after_an_error(cuda: Cuda) -> None:
+    def fail() -> Any:
+        raise ValueError(cuda.current.name)
+
+    with pytest.raises(ValueError, match="comm"):
+        CommStream(torch.device("cuda", 0), None).launch("it", fail)
+    assert cuda.current.name == "caller"
