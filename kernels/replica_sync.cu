@@ -34,15 +34,15 @@ extern "C" int moe_ep_replica_push(const moe_ep::Domain* domain, const moe_ep::S
     return start(push_weights, *domain, *slots, blocks, stream);
 }
 
-// Float32 slots of all ranks onto their masters, then zero. Returns a cudaError_t.
+// Float32 slots of all ranks onto their masters, and zero. Returns a cudaError_t.
 extern "C" int moe_ep_replica_pull(const moe_ep::Domain* domain, const moe_ep::Slots* slots, int blocks,
                                    cudaStream_t stream) {
     using namespace moe_ep;
-    if (const auto error = start(pull_gradients, *domain, *slots, blocks, stream)) return error;
-    if (slots->num_slots == 0) return cudaSuccess;
-    zero_used<<<blocks, kSyncThreads, 0, stream>>>(*domain, *slots);
-    return launched();
+    return start(pull_gradients, *domain, *slots, blocks, stream);
 }
 
-// Bytes of the struct that crosses the C interface, so that the caller can check its own.
-extern "C" int moe_ep_replica_slots_bytes() { return sizeof(moe_ep::Slots); }
+// Bytes of the struct that crosses the C interface and units of a piece, so that the caller can check its own.
+extern "C" void moe_ep_replica_sizes(int* sizes) {
+    sizes[0] = sizeof(moe_ep::Slots);
+    sizes[1] = moe_ep::kPieceUnits;
+}

@@ -5,11 +5,13 @@
 //
 //   push   waits until a destination opened its memory, writes there; the last block tells every rank that this rank's
 //          writes are done, and waits for the same of all: then this rank's slots are filled.
-//   pull   waits until a source opened its memory, reads there, adds to the master by rank; the last block tells every
-//          rank that this rank's reads are done, and waits for all. Zeroing the slots used is the kernel behind it.
+//   pull   waits until a source opened its memory, reads there, adds to the master by rank, and tells the source of each
+//          piece that it has read. The source zeroes a piece when that is told, beside what is still on the link.
 //
-// `ready` is the entry fence, `arrived` the exit fence. The order of a sum is the master's own part first, then its
-// replicas by rank, each element by one thread: the bits of moe_ep/replica/transport.py.
+// `ready` is the entry fence, `arrived` the exit fence of a push; that of a pull is told piece by piece. A warp waits for
+// others' reads only when all reads of its own rank are taken, so ranks that wait for each other all get on. The order of
+// a sum is the master's own part first, then its replicas by rank, each element by one thread: the bits of
+// moe_ep/replica/transport.py.
 #pragma once
 
 #include "direct.cuh"
@@ -30,6 +32,7 @@ struct Slots {
     char* masters[kMaxParts];       // [L, units] on this rank
     int64_t slots_at[kMaxParts];    // byte offset of [S, units] in every rank's peer memory
     int64_t part_units[kMaxParts];
+    int64_t read_at;                // uint32 [S, pieces] in peer memory: the epoch in which each was read last
     const int* instances;           // [R, S], the expert in each slot or -1
     int num_parts, num_slots;
 };
@@ -38,16 +41,19 @@ namespace {
 
 struct Copies {
     int* list;  // replicas of this rank's masters: local << 16 | index into instances, ascending
-    int num;
+    int num, masters;  // replicas, and how many masters they have
 };
 
-constexpr int kSharedWords = 2;  // beside the list: its length, and whether the block is its rank's last
+// A copy in front of which another master ends.
+__device__ __forceinline__ bool begins(const int* list, int c) { return c == 0 || list[c] >> 16 != list[c - 1] >> 16; }
+
+constexpr int kSharedWords = 3;  // beside the list: its length, its masters, and whether the block is its rank's last
 
 // Shared memory: those words, list [R*S], scratch [R*S]. All threads of the block take part.
 __device__ Copies list_copies(const Domain& d, const Slots& s, int* shared) {
     const int all = d.num_ranks * s.num_slots;
     int *num = shared, *list = shared + kSharedWords, *found = list + all;
-    if (threadIdx.x == 0) *num = 0;
+    if (threadIdx.x == 0) num[0] = num[1] = 0;
     __syncthreads();
     for (int i = threadIdx.x; i < all; i += blockDim.x) {
         const int expert = __ldg(s.instances + i);
@@ -61,7 +67,10 @@ __device__ Copies list_copies(const Domain& d, const Slots& s, int* shared) {
         list[before] = found[i];
     }
     __syncthreads();
-    return {list, *num};
+    for (int i = threadIdx.x; i < *num; i += blockDim.x)
+        if (begins(list, i)) atomicAdd(num + 1, 1);
+    __syncthreads();
+    return {list, num[0], num[1]};
 }
 
 // Piece `index` of an expert: which parameter, where it begins there, and its units of 16 bytes.
@@ -93,7 +102,7 @@ __device__ __forceinline__ uint4* slot_at(const Domain& d, const Slots& s, int i
 
 // Behind a block's last access: the last block of this rank tells all ranks, and waits until all have told.
 __device__ void pass_exit_fence(const Domain& d, uint32_t epoch, int* shared) {
-    int* last = shared + 1;
+    int* last = shared + 2;
     __threadfence_system();
     __syncthreads();
     if (threadIdx.x == 0) *last = atomicAdd(d.epoch + 1, 1u) == gridDim.x - 1;
@@ -183,9 +192,40 @@ __device__ void add_piece(const Domain& d, const Slots& s, const Copies& copies,
     }
 }
 
-// A copy in front of which another master ends; there are as many as masters with replicas.
-__device__ __forceinline__ bool begins(const Copies& copies, int c) {
-    return c == 0 || copies.list[c] >> 16 != copies.list[c - 1] >> 16;
+// Where the owner of a slot looks whether a piece of it has been read.
+__device__ __forceinline__ uint32_t* read_flag(const Domain& d, const Slots& s, int instance, int64_t piece,
+                                               int64_t pieces) {
+    return peer_at<uint32_t>(d, instance / s.num_slots, s.read_at) + instance % s.num_slots * pieces + piece;
+}
+
+// Adds a piece of all replicas of the rank's n-th master that has some; false where a rank never came.
+__device__ bool pull_piece(const Domain& d, const Slots& s, const Copies& copies, int n, int64_t piece, int64_t pieces,
+                           uint32_t epoch) {
+    int first = -1, last;
+    while (n >= 0) n -= begins(copies.list, ++first);
+    for (last = first + 1; last < copies.num && !begins(copies.list, last);) ++last;
+    for (int c = first; c < last; ++c)
+        if (!is_open(d, (copies.list[c] & 0xffff) / s.num_slots, epoch)) return false;
+    add_piece(d, s, copies, first, last, find_piece(s, piece));
+    __syncwarp();
+    __threadfence_system();
+    for (int c = first + threadIdx.x % kWarp; c < last; c += kWarp)
+        store_release(read_flag(d, s, copies.list[c] & 0xffff, piece, pieces), epoch);
+    return true;
+}
+
+// Zeroes a piece of one of this rank's slots as soon as it has been read; false where a rank never came.
+__device__ bool zero_piece(const Domain& d, const Slots& s, int slot, int64_t piece, int64_t pieces, uint32_t epoch) {
+    const int instance = d.rank * s.num_slots + slot, expert = __ldg(s.instances + instance), lane = threadIdx.x % kWarp;
+    if (expert < 0) return true;
+    const uint32_t* flag = read_flag(d, s, instance, piece, pieces);
+    const bool read = lane != 0 || wait_epoch(d, flag, epoch, expert / d.num_local);
+    if (__ballot_sync(kAll, read) != kAll) return false;
+    __syncwarp();
+    const Piece at = find_piece(s, piece);
+    uint4* to = slot_at(d, s, instance, at.part) + at.first;
+    for (int i = lane; i < at.units; i += kWarp) to[i] = make_uint4(0, 0, 0, 0);
+    return true;
 }
 
 __global__ void __launch_bounds__(kSyncThreads, 2) pull_gradients(Domain d, Slots s) {
@@ -193,35 +233,14 @@ __global__ void __launch_bounds__(kSyncThreads, 2) pull_gradients(Domain d, Slot
     const uint32_t epoch = current_epoch(d);
     open_memory(d, epoch);
     const Copies copies = list_copies(d, s, shared);
-    const int64_t pieces = pieces_of_expert(s);
-    const int64_t warps = static_cast<int64_t>(gridDim.x) * (kSyncThreads / kWarp);
-    int64_t i = threadIdx.x / kWarp * gridDim.x + blockIdx.x;
-    bool all_open = true;
-    for (int first = 0, last; first < copies.num && all_open; first = last) {
-        for (last = first + 1; last < copies.num && !begins(copies, last);) ++last;
-        for (; i < pieces && all_open; i += warps) {
-            for (int c = first; c < last; ++c)
-                all_open &= is_open(d, (copies.list[c] & 0xffff) / s.num_slots, epoch);
-            if (all_open) add_piece(d, s, copies, first, last, find_piece(s, i));
-        }
-        i -= pieces;  // goes on with the next master where this one ended
+    const int64_t pieces = pieces_of_expert(s), reads = pieces * copies.masters, items = reads + pieces * s.num_slots;
+    bool going = true;
+    for (int64_t i; going && (i = take_item(d)) < items;) {
+        const int64_t n = (i < reads ? i : i - reads) / pieces, piece = (i < reads ? i : i - reads) % pieces;
+        going = i < reads ? pull_piece(d, s, copies, static_cast<int>(n), piece, pieces, epoch)
+                          : zero_piece(d, s, static_cast<int>(n), piece, pieces, epoch);
     }
-    pass_exit_fence(d, epoch, shared);
-}
-
-// Behind the exit fence of a pull: zeroes the slots that the plan fills on this rank, and no other byte.
-__global__ void zero_used(Domain d, Slots s) {
-    const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-    const int64_t threads = static_cast<int64_t>(gridDim.x) * blockDim.x;
-    if (is_lost(d)) return;  // somebody may read them still
-    for (int k = 0; k < s.num_slots; ++k) {
-        const int instance = d.rank * s.num_slots + k;
-        if (__ldg(s.instances + instance) < 0) continue;
-        for (int p = 0; p < s.num_parts; ++p) {
-            uint4* slot = slot_at(d, s, instance, p);
-            for (int64_t at = thread; at < s.part_units[p]; at += threads) slot[at] = make_uint4(0, 0, 0, 0);
-        }
-    }
+    end_operation(d, epoch);
 }
 
 }  // namespace

@@ -4,8 +4,9 @@
     pull   float32 slots of all ranks added to their masters' gradients, home first, then by rank; used slots zeroed
 
 Every rank launches every operation, in the same order and on one stream, also with nothing to send. Both end behind
-their exit fence: my slots are filled, or have been read. A rank that does not come within the timeout is a fault in the
-sticky record, from where on nobody waits; slots that somebody may still read are not zeroed then.
+their exit fence: my slots are filled, or have been read (which is told piece by piece, so that zeroing goes on
+meanwhile). A rank that does not come within the timeout is a fault in the sticky record, from where on nobody waits;
+slots that somebody may still read are not zeroed then.
 
 Peer memory is one block a rank, laid out alike on all of them (`SlotShape.layout`), zeroed before its first use.
 
@@ -30,6 +31,7 @@ from .library import launch, library
 MAX_PARTS = 8  # kMaxParts of replica_sync.cuh
 MAX_INSTANCES = 8192  # kMaxInstances
 UNIT = 16  # bytes
+PIECE_UNITS = 1024  # kPieceUnits: what one warp moves at a time
 _P, _I, _L = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
 
 
@@ -40,6 +42,7 @@ class Slots(ctypes.Structure):
         ("masters", _P * MAX_PARTS),
         ("slots_at", _L * MAX_PARTS),
         ("part_units", _L * MAX_PARTS),
+        ("read_at", _L),
         ("instances", _P),
         *((name, _I) for name in ("num_parts", "num_slots")),
     ]
@@ -74,16 +77,18 @@ class SlotShape:
             )
         return None
 
-    def layout(self) -> tuple[PeerLayout, list[int], list[int], int]:
-        """Byte offsets of the flags, of each part's slots and of their gradients in peer memory, and its size."""
-        sizes = [4 * self.num_ranks] * 2 + [self.slots * n * b for n, b in self.parts]
+    def layout(self) -> tuple[PeerLayout, int, list[int], list[int], int]:
+        """Byte offsets in peer memory: flags of fences, of pieces, each part's slots, their gradients; and its size."""
+        pieces = sum(-(-n * 4 // (UNIT * PIECE_UNITS)) for n, _ in self.parts)
+        sizes = [4 * self.num_ranks] * 2 + [4 * self.slots * pieces]
+        sizes += [self.slots * n * b for n, b in self.parts]
         sizes += [self.slots * n * 4 for n, _ in self.parts]
         starts, at = [], 0
         for size in sizes:
             starts.append(at)
             at += -(-size // 256) * 256  # parts that different ranks write share no line
-        middle = 2 + len(self.parts)
-        return PeerLayout(ready=starts[0], arrived=starts[1]), starts[2:middle], starts[middle:], at
+        middle = 3 + len(self.parts)
+        return PeerLayout(ready=starts[0], arrived=starts[1]), starts[2], starts[3:middle], starts[middle:], at
 
 
 class SlotPeers:
@@ -117,9 +122,9 @@ class SlotPeers:
     ) -> None:
         if (why := shape.refusal()) is not None:
             raise KernelError(f"replicas cannot be moved by kernels: {why}")
-        _check_struct(device.index)
+        _check_sizes(device.index)
         self.shape, self.rank = shape, rank
-        flags, self._weights_at, self._grads_at, _ = shape.layout()
+        flags, self._read_at, self._weights_at, self._grads_at, _ = shape.layout()
         self._epoch, self._fault = torch.zeros(3, dtype=torch.int32, device=device), fault
         self.blocks = blocks or 2 * torch.cuda.get_device_properties(device).multi_processor_count
         self._domain = Domain(
@@ -165,6 +170,7 @@ class SlotPeers:
             masters=(_P * MAX_PARTS)(*(tensor.data_ptr() for tensor in tensors)),
             slots_at=(_L * MAX_PARTS)(*at),
             part_units=(_L * MAX_PARTS)(*units),
+            read_at=self._read_at,
             instances=instances.data_ptr(),
             num_parts=len(units),
             num_slots=instances.shape[1],
@@ -173,8 +179,9 @@ class SlotPeers:
 
 
 @functools.cache
-def _check_struct(index: int) -> None:
-    """Refuse a library whose struct differs from the one here."""
-    theirs = int(library(index).plain("moe_ep_replica_slots_bytes")())
-    if theirs != ctypes.sizeof(Slots):
-        raise KernelError(f"the kernel library's Slots has {theirs} bytes, this file's {ctypes.sizeof(Slots)}; rebuild")
+def _check_sizes(index: int) -> None:
+    """Refuse a library whose struct or pieces differ from the ones here."""
+    theirs = (_I * 2)()
+    library(index).plain("moe_ep_replica_sizes")(theirs)
+    if list(theirs) != [ctypes.sizeof(Slots), PIECE_UNITS]:
+        raise KernelError(f"the kernel library's sizes are {list(theirs)}, this file's differ; rebuild it")

@@ -35,7 +35,7 @@ class Ranks:
         self.shape = SlotShape(
             num_ranks=num_ranks, num_local=num_local, slots=slots, parts=tuple((n, 2) for n in parts)
         )
-        _, self.weights_at, self.grads_at, size = self.shape.layout()
+        _, _, self.weights_at, self.grads_at, size = self.shape.layout()
         self.memory = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(num_ranks)]
         self.faults = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(num_ranks)]
         self.streams = [torch.cuda.Stream() for _ in range(num_ranks)]

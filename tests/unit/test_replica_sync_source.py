@@ -47,7 +47,12 @@ struct float4 { float x, y, z, w; };
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline float __uint_as_float(unsigned bits) { float value; memcpy(&value, &bits, 4); return value; }
 inline uint4 __ldcg(const uint4* at) { return *at; }
-inline void __nanosleep(unsigned) { sched_yield(); }
+inline void __nanosleep(unsigned) {  // lets the block's other threads get on
+    const int me = threadIdx.x;
+    sched_yield();
+    swapcontext(&fibers[me], &scheduler);
+    threadIdx.x = me;
+}
 inline void __threadfence() { __sync_synchronize(); }
 inline void __threadfence_system() { __sync_synchronize(); }
 inline unsigned long long atomicMax(unsigned long long* at, unsigned long long value) {
@@ -73,7 +78,6 @@ extern "C" int run(Domain* domains, Slots* slots, int ranks, int pull, int block
         launch(blocks, kSyncThreads, [=] {
             pull ? pull_gradients(domains[r], slots[r]) : push_weights(domains[r], slots[r]);
         });
-        if (pull) launch(blocks, kSyncThreads, [=] { zero_used(domains[r], slots[r]); });
         memcpy(after[r], domains[r].memory[r] + first, bytes);
         _exit(0);
     }
@@ -108,7 +112,7 @@ class Ranks:
 
     def __init__(self, library: Any, shape: SlotShape, timeout_s: float = 30.0) -> None:
         self.library, self.shape = library, shape
-        flags, self.weights_at, self.grads_at, num_bytes = shape.layout()
+        flags, self.read_at, self.weights_at, self.grads_at, num_bytes = shape.layout()
         self.first = self.weights_at[0]
         self.memory, self.before, self.after = (
             [shared(torch.zeros(num_bytes, dtype=torch.uint8)) for _ in range(shape.num_ranks)] for _ in range(3)
@@ -143,6 +147,7 @@ class Ranks:
                     masters=(ctypes.c_void_p * MAX_PARTS)(*(t.data_ptr() for t in own)),
                     slots_at=(ctypes.c_int64 * MAX_PARTS)(*at),
                     part_units=(ctypes.c_int64 * MAX_PARTS)(*units),
+                    read_at=self.read_at,
                     instances=instances.data_ptr(),
                     num_parts=len(units),
                     num_slots=instances.shape[1],
