@@ -133,7 +133,7 @@ class Direct(Dispatcher):
     @property
     def comm_sms(self) -> int:
         """Of its largest kernel."""
-        return 0 if self.num_ranks == 1 else self.blocks.most
+        return 0 if self.num_ranks == 1 else self.blocks.sms
 
     def describe(self) -> str:
         """One line on what runs, for the log."""
@@ -233,6 +233,7 @@ class Direct(Dispatcher):
             tokens_per_expert=parts["tokens"],
             capacity=trip.row_capacity,
             host_counts=trip.host_counts,
+            kernels=True,  # nothing moves here without them
         )
 
     def _combine_preprocess(self, ticket: Ticket, y_NH: Tensor) -> None:

@@ -13,21 +13,22 @@ from ..kernels.direct import Peers
 from ..kernels.direct_types import Received, Shape, Trip
 from .transfer import Tensors
 
-SMS_BESIDE_GEMMS = 32  # eight send as fast as the link goes; what came is moved on by four times as many
+SMS_BESIDE_GEMMS = 32  # moving on what came takes more of them than sending it
+_BLOCKS_OF_SM = 2  # that the kernels' registers allow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blocks:
-    """Thread blocks of each kernel: (that send, in all)."""
+    """Thread blocks of each kernel: (that send, in all), two of them an SM."""
 
     push: tuple[int, int]
     expand: tuple[int, int]
     give_back: tuple[int, int]
 
     @property
-    def most(self) -> int:
-        """SMs that the largest of them keeps busy; each block has one for itself."""
-        return max(self.push[1], self.expand[1], self.give_back[1])
+    def sms(self) -> int:
+        """SMs that the largest of them keeps busy."""
+        return max(self.push[1], self.expand[1], self.give_back[1]) // _BLOCKS_OF_SM
 
 
 class Push:
@@ -102,7 +103,9 @@ def capacities(factor: float, shape: Shape) -> tuple[int, int]:
 
 
 def default_blocks(device: torch.device, num_sms: int | None, *, beside_gemms: bool = False) -> Blocks:
-    """From the SMs that may be used: a quarter of a push sends; moving rows on takes the others.
+    """From the SMs that may be used: a third of a push sends, half of what gives back; all receive when they have sent.
+
+    A warp that has sent a chunk waits until it has arrived, so sending takes more blocks than would fill the link.
 
     Args:
         device: a GPU.
@@ -111,10 +114,5 @@ def default_blocks(device: torch.device, num_sms: int | None, *, beside_gemms: b
     """
     total = torch.cuda.get_device_properties(device).multi_processor_count
     wanted = (SMS_BESIDE_GEMMS if beside_gemms else total) if num_sms is None else num_sms
-    most = min(wanted, total)
-    push = min(most, 48)
-    return Blocks(
-        push=(max(1, push // 4), push),
-        expand=(max(1, most // 4), most),
-        give_back=(max(1, most // 2), most),
-    )
+    most = _BLOCKS_OF_SM * min(wanted, total)
+    return Blocks(push=(most // 3 or 1, most), expand=(most // 4 or 1, most), give_back=(most // 2, most))
