@@ -111,7 +111,10 @@ class GroupedExperts(nn.Module):
 
 
 X = TypeVar("X", bound=type[GroupedExperts])
-_BUILT_IN = {"quack": ".quack_experts"}  # modules that register a name, imported when it is asked for
+_BUILT_IN = {
+    "quack": ".quack_experts",
+    "grouped_gemm": ".grouped_gemm_experts",
+}  # modules that register a name, imported when it is asked for
 _REGISTRY: dict[str, type[GroupedExperts]] = {}
 
 

@@ -14,6 +14,7 @@ from moe_ep.testing import contract
 from moe_ep.testing.ranks import RankPool
 from moe_ep.testing.table import COLUMNS, TABLE
 
+pytest.importorskip("setuptools", minversion="77", reason="builds a package, which needs setuptools 77")
 EXAMPLE = Path(__file__).resolve().parents[2] / "docs" / "example_dispatcher"
 AS_AGRS = COLUMNS.index("agrs")  # which pads to max_tokens, too
 NO_SMS = "so num_sms = 8 would have no effect; leave it unset"

@@ -34,6 +34,7 @@ PURE = {
         "router",
         "load",
         "experts",
+        "grouped_gemm_experts",
         "quack_experts",
         "quack_gemms",
         "quack_library",
