@@ -1,4 +1,4 @@
-"""Experts on grouped_gemm's own kernels against the oracle: idle experts, no rows, NaN in tails and in fresh memory."""
+"""Experts on grouped_gemm and on Transformer Engine against the oracle: idle experts, no rows, NaN where it can be."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from typing import Any
 import pytest
 import torch
 
-from moe_ep.grouped_gemm_experts import GroupedGemmExperts
+from moe_ep.experts import find_experts
 from tests.gpu.test_experts_gpu import COUNTS, build, check, make_input
 
 pytestmark = pytest.mark.gpu(1)
 
 
+@pytest.mark.parametrize("name", ["grouped_gemm", "te"])
 @pytest.mark.parametrize("weighting", ["output", "activation"])
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
-def test_equal_to_the_oracle(counts: tuple[int, ...], weighting: Any) -> None:
-    reasons = GroupedGemmExperts.machine_reasons()
+def test_equal_to_the_oracle(name: str, counts: tuple[int, ...], weighting: Any) -> None:
+    reasons = find_experts(name).machine_reasons()
     if reasons:
         pytest.skip("; ".join(reasons))
-    experts = build("grouped_gemm", len(counts), 64, 32, "bfloat16", weighting)
+    experts = build(name, len(counts), 64, 32, "bfloat16", weighting)
     check(experts, *make_input(counts, 64, torch.bfloat16, tail=5))

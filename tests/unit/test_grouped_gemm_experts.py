@@ -1,4 +1,4 @@
-"""Experts on grouped_gemm against the reference, through a double that holds calls to its contract."""
+"""Experts on grouped_gemm and Transformer Engine against the reference, through doubles that hold their contracts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_ep import ExpertInput, MoEConfig, Unavailable, grouped_gemm_experts
+from moe_ep import ExpertInput, MoEConfig, Unavailable, grouped_gemm_experts, te_experts
 from moe_ep.experts import GroupedExperts, build_experts, known_experts
 
 NUM_LOCAL, H, INNER = 4, 16, 8
@@ -26,10 +26,38 @@ def gmm(a: Tensor, b: Tensor, sizes: Tensor, trans_a: bool = False, trans_b: boo
     return torch.cat([part @ (w.T if trans_b else w) for part, w in zip(parts, b, strict=True)])
 
 
+def general_grouped_gemm(
+    first: list[Tensor],
+    second: list[Tensor],
+    out: list[Tensor],
+    quantizers: list[None],
+    out_dtype: torch.dtype,
+    *,
+    layout: str,
+    m_splits: list[int],
+    single_output: bool = False,
+    grad: bool = False,
+    use_split_accumulator: bool = False,
+) -> None:
+    """Transformer Engine 2.12's, for factors that are not quantized: column-major, so out = second x first."""
+    assert len(first) == len(second) == len(m_splits) == len(quantizers)
+    assert out_dtype == out[0].dtype and grad == (layout != "TN")
+    assert single_output == (layout != "NT") and len(out) == (1 if single_output else len(m_splits))
+    parts = out[0].split(m_splits) if single_output else out
+    for a, b, part in zip(first, second, parts, strict=True):
+        assert a.is_contiguous() and b.is_contiguous()
+        if b.shape[0]:  # a product over no rows is not written
+            part.copy_({"TN": lambda a, b: b @ a.T, "NN": lambda a, b: b @ a, "NT": lambda a, b: b.T @ a}[layout](a, b))
+        elif not single_output:
+            part.fill_(float("nan"))
+
+
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grouped_gemm_experts, "_gmm", lambda: gmm)
     monkeypatch.setattr(grouped_gemm_experts.GroupedGemmExperts, "machine_reasons", classmethod(lambda cls: []))
+    monkeypatch.setattr(te_experts, "_general_grouped_gemm", lambda: general_grouped_gemm)
+    monkeypatch.setattr(te_experts.TEExperts, "machine_reasons", classmethod(lambda cls: []))
 
 
 def config(**changes: Any) -> MoEConfig:
@@ -65,11 +93,12 @@ def run(experts: GroupedExperts, inp: ExpertInput) -> list[Tensor]:
     return [y[:total].detach(), *grads]
 
 
+@pytest.mark.parametrize("name", ["grouped_gemm", "te"])
 @pytest.mark.parametrize("weighting", ["output", "activation"])
 @pytest.mark.parametrize("counts", [[3, 0, 2, 4], [0, 0, 9, 0], [0, 0, 0, 0]])
 @pytest.mark.parametrize(("tail", "on_host"), [(0, True), (5, False)])
 def test_equal_to_the_reference_in_bfloat16(
-    library: None, weighting: Any, counts: list[int], tail: int, on_host: bool
+    library: None, name: str, weighting: Any, counts: list[int], tail: int, on_host: bool
 ) -> None:
     wanted = run(
         build_experts(config(experts="loop", weighting=weighting), NUM_LOCAL, 0, 0), rows(counts, tail, on_host)
@@ -110,3 +139,15 @@ def test_a_machine_without_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(Unavailable, match="computes on GPUs only"):
         build_experts(config(), NUM_LOCAL, 0, 0)
+
+
+def test_another_transformer_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version, said in (
+        (None, "is not installed"),
+        ("2.9.0", "2.9.0 is installed, and its grouped GEMM is called as"),
+    ):
+        monkeypatch.setattr(te_experts, "_version", lambda version=version: version)
+        with pytest.raises(Unavailable, match=said):
+            build_experts(config(experts="te"), NUM_LOCAL, 0, 0)
+    with pytest.raises(Unavailable, match="take bfloat16 and float16, not float32"):
+        build_experts(config(experts="te", dtype="float32"), NUM_LOCAL, 0, 0)
