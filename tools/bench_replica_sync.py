@@ -116,7 +116,9 @@ def make_cases(place: Place, chosen: argparse.Namespace, slots: int) -> dict[str
     for number in chosen.blocks:
         record = FaultRecord(place.device, place.num_ranks * NUM_LOCAL)
         transport = PeerTransport(place.group, slots, like, record, blocks=number)
-        cases[f"kernels, {number} blocks"] = Case(place, transport, (transport.weights, transport.grads), sizes)
+        cases[f"kernels, {number} blocks"] = Case(
+            place, transport, (transport.buffers.weights, transport.buffers.grads), sizes
+        )
     if chosen.messages:
         own = (
             [torch.zeros(slots, n, device=place.device, dtype=torch.bfloat16) for n in sizes],

@@ -18,14 +18,22 @@ from ..kernels.replica_sync import SlotPeers, SlotShape
 from ..streams import comm_stream
 from .plan import Plan
 from .transport import GroupTransport, InFlight, Tensors
+from .with_replicas import SlotBuffers
+
+
+class PeerSlots(SlotBuffers):
+    """Slots that lie in peer memory."""
+
+    def __init__(self, weights: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        self.weights, self.grads = tuple(weights), tuple(grads)
 
 
 class PeerTransport(GroupTransport):
     """Pushes weights and pulls gradients with kernels. The plan is read on the device alone: no host sync.
 
     Both operations run on the group's comm stream, so ranks must make them in one order with the dispatches and
-    combines of that group. Slots lie in peer memory: use `weights` and `grads`, no tensors of your own. A rank that
-    does not come is a fault in the record, which whoever reads the loss raises.
+    combines of that group. Slots lie in peer memory: use `buffers`, no tensors of your own; two micro-batches in flight
+    need two transports. A rank that does not come is a fault in the record, which whoever reads the loss raises.
 
     Args:
         group: ranks on one host, each on a GPU of its own. Collective to construct.
@@ -35,8 +43,7 @@ class PeerTransport(GroupTransport):
         blocks: thread blocks of a launch; None: two on each SM.
 
     Attributes:
-        weights: [S, ...] for each parameter, of its dtype.
-        grads: float32 [S, ...] for each parameter, zero.
+        buffers: weights [S, ...] for each parameter, of its dtype, and float32 gradients; zero.
 
     Raises:
         Unavailable: no kernels, no peer memory, or sizes that do not fill 16-byte units; on every rank.
@@ -61,8 +68,10 @@ class PeerTransport(GroupTransport):
         self._memory = PeerMemory(num_bytes, group, device, advice="use fewer slots, or another transport")
         dtypes = [master.dtype for master in like]
         sizes = [(slots, *master.shape[1:]) for master in like]
-        self.weights = tuple(self._memory.part(at, n, t) for at, n, t in zip(weights_at, sizes, dtypes, strict=True))
-        self.grads = tuple(self._memory.part(at, n, torch.float32) for at, n in zip(grads_at, sizes, strict=True))
+        self.buffers = PeerSlots(
+            [self._memory.part(at, n, dtype) for at, n, dtype in zip(weights_at, sizes, dtypes, strict=True)],
+            [self._memory.part(at, n, torch.float32) for at, n in zip(grads_at, sizes, strict=True)],
+        )
         self._record = record  # holds the word that the kernels write to
         self._peers = SlotPeers(
             shape,
@@ -79,15 +88,15 @@ class PeerTransport(GroupTransport):
     def close(self) -> None:
         """Free the peer memory; all ranks must be through with their work."""
         torch.cuda.synchronize(self._comm.device)
-        self.weights = self.grads = ()
+        self.buffers.weights = self.buffers.grads = ()
         self._memory.close()
 
     def _push(self, plan: Plan, masters: Tensors, slots: Tensors) -> InFlight:
-        self._own(slots, self.weights)
+        self._own(slots, self.buffers.weights)
         return self._run("weight_sync", plan, masters, self._peers.push)
 
     def _pull(self, plan: Plan, slot_grads: Tensors, master_grads: Tensors) -> InFlight:
-        self._own(slot_grads, self.grads)
+        self._own(slot_grads, self.buffers.grads)
         return self._run("grad_reduce", plan, master_grads, self._peers.pull)
 
     def _run(self, name: str, plan: Plan, tensors: Tensors, fn: Callable[[Tensor, Tensors], None]) -> InFlight:
@@ -101,7 +110,7 @@ class PeerTransport(GroupTransport):
     def _own(self, slots: Tensors, own: Tensors) -> None:
         """Refuse slots that the other ranks cannot reach."""
         if [slot.data_ptr() for slot in slots] != [slot.data_ptr() for slot in own]:
-            raise InputError("slots must lie in peer memory; use the transport's own weights and grads as slots")
+            raise InputError("slots must lie in peer memory; use the transport's own buffers as slots")
 
 
 def _ended(_: tuple[Tensor, ...]) -> None:

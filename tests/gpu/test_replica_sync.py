@@ -15,6 +15,8 @@ from moe_ep.errors import InputError, PeerError, Unavailable
 from moe_ep.faults import FaultRecord
 from moe_ep.replica import plan
 from moe_ep.replica.peer_transport import PeerTransport
+from moe_ep.replica.transport import GroupTransport
+from moe_ep.replica.with_replicas import SlotBuffers, WithReplicas
 from moe_ep.testing.ranks import RankPool
 from tests.unit.test_replica_sync_source import draw_instances, expected
 
@@ -196,15 +198,15 @@ def body_rounds(group: dist.ProcessGroup, rank: int) -> list[str]:
     for turn, (made, home, total, held) in enumerate(on_gpu):
         if turn % 2 == rank:
             torch.cuda._sleep(LATE_CYCLES)
-        for slots, values in zip((*transport.weights, *transport.grads), (*held, *held), strict=True):
+        for slots, values in zip((*transport.buffers.weights, *transport.buffers.grads), (*held, *held), strict=True):
             slots.copy_(values)
-        transport.weight_sync(made, home, transport.weights).wait()
-        weights = [t.clone() for t in transport.weights]
-        transport.grad_reduce(made, transport.grads, total).wait()
-        found.append((weights, [t.clone() for t in transport.grads]))
+        transport.weight_sync(made, home, transport.buffers.weights).wait()
+        weights = [t.clone() for t in transport.buffers.weights]
+        transport.grad_reduce(made, transport.buffers.grads, total).wait()
+        found.append((weights, [t.clone() for t in transport.buffers.grads]))
     torch.cuda.synchronize()
     for turn, ((made, home, total, held), (weights, grads)) in enumerate(zip(rounds, found, strict=True)):
-        slots = [[t.to(master.dtype) for t, master in zip(own, like, strict=True)] for own in held]
+        slots = [[t.to(master.dtype, copy=True) for t, master in zip(own, like, strict=True)] for own in held]
         expected(made.instances, home, slots, 2, pull=False)
         expected(made.instances, total, held, 2, pull=True)
         pairs = {
@@ -221,6 +223,37 @@ def body_rounds(group: dist.ProcessGroup, rank: int) -> list[str]:
     record.raise_if_set(group)
     transport.close()
     return wrong
+
+
+def body_training(group: dist.ProcessGroup, rank: int) -> tuple[list[bool], int, int]:
+    """Whether each gradient has the bits that NCCL's messages give it; numbers of replicas, of gradients not 0."""
+    gen = torch.Generator().manual_seed(rank)
+    layers = [[torch.randn(2, 64, 64, generator=gen).cuda().requires_grad_() for _ in range(2)] for _ in range(3)]
+    x = torch.randn(16, 64, generator=gen).cuda()
+    loads = [torch.tensor([[1, 1, 1, 1]] * 2).index_fill(1, torch.tensor([i % 4]), 90).int().cuda() for i in range(3)]
+    plans = [plan(load, 2) for load in loads]
+    record = FaultRecord(x.device, 4)
+    peers, messages = PeerTransport(group, 2, layers[0], record), GroupTransport(group)
+
+    def gradients(transport: GroupTransport, buffers: SlotBuffers) -> list[Tensor]:
+        total = x.new_zeros(())
+        for parts, made in zip(layers, plans, strict=True):
+            replicas = WithReplicas(transport, buffers, parts)
+            replicas.sync(made)
+            masters, slots = replicas.take()
+            used = (made.instances[rank] >= 0).tolist()
+            rows = [x @ masters[0][i] * masters[1][i].sum() for i in range(2)]
+            rows += [x @ slots[0][i] * slots[1][i].sum() for i in range(2) if used[i]]
+            total = total + replicas.again(torch.stack(rows)).square().mean()
+        leaves = [leaf for parts in layers for leaf in parts]
+        return list(torch.autograd.grad(total, leaves))
+
+    found = [gradients(peers, peers.buffers), gradients(messages, SlotBuffers(2, layers[0]))]
+    again = gradients(peers, peers.buffers)
+    same = [torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*found, again, strict=True)]
+    record.raise_if_set(group)
+    peers.close()
+    return same, sum(int(made.num_replicas()) for made in plans), sum(bool(grad.any()) for grad in found[0])
 
 
 def body_refusals(group: dist.ProcessGroup, rank: int) -> list[str]:
@@ -252,6 +285,12 @@ def pool() -> Iterator[RankPool]:
 @pytest.mark.gpu(2)
 def test_two_gpus(pool: RankPool) -> None:
     assert pool.run(body_rounds) == [[], []]
+
+
+@pytest.mark.gpu(2)
+def test_gradients_of_training_have_the_bits_of_messages(pool: RankPool) -> None:
+    for same, replicas, filled in pool.run(body_training):
+        assert all(same) and replicas >= 3 and filled == len(same)
 
 
 @pytest.mark.gpu(2)
