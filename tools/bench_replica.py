@@ -28,7 +28,7 @@ from tools.synthetic_traces import Synthetic, steps_of
 from tools.timing import percentiles
 
 FLUSH_BYTES, WARMUP = 2 << 30, 3
-TARGETS_US = {"plan": 70.0, "reroute": 40.0}
+TARGETS_US = {"plan": 70.0, "fixed_rows": 70.0, "reroute": 40.0}
 
 
 def measure(run: Callable[[], object], iterations: int) -> list[float]:
@@ -85,28 +85,33 @@ def run_case(spec: Synthetic, load: Tensor, ids: Tensor, slots: int, iterations:
     routing = Routing(expert_ids=ids.cuda(), weights=torch.ones(ids.shape).cuda(), num_experts=spec.E)
     moved, _ = reroute_on_device(routing, made, 0)
     here = Routing(expert_ids=ids, weights=torch.ones(ids.shape), num_experts=spec.E)
+    num_local = spec.E // spec.R
+    even = plan_on_device(there, num_local, 1, "fixed_rows")
     same = {
         "plan": torch.equal(made.quota.cpu(), on_host.quota),
+        "fixed_rows": torch.equal(even.quota.cpu(), plan(load, num_local, 1, "fixed_rows").quota),
         "reroute": torch.equal(moved.expert_ids.cpu(), reroute(here, on_host, 0).expert_ids),
     }
     mean = float(load.sum()) / spec.R
     before = float(load.sum(0).view(spec.R, -1).sum(1).max()) / mean
-    after = float(on_host.max_load) / mean
+    plans = {"plan": made, "fixed_rows": even, "reroute": made}
     runs = {
         "plan": lambda: plan_on_device(there, slots),
+        "fixed_rows": lambda: plan_on_device(there, num_local, 1, "fixed_rows"),
         "reroute": lambda: reroute_on_device(routing, made, 0),
     }
     for name, run in runs.items():
         p10, p50, p90 = percentiles(measure(run, iterations))
+        used, after = plans[name], float(plans[name].max_load) / mean
         print(
-            f"{name:<8} R={spec.R} E={spec.E} S={slots} max/mean {before:.2f} -> {after:.4f}, "
-            f"{int(on_host.num_replicas())} replicas: {p50:.1f} us (p10 {p10:.1f}, p90 {p90:.1f}; target "
+            f"{name:<10} R={spec.R} E={spec.E} S={used.slots} max/mean {before:.2f} -> {after:.4f}, "
+            f"{int(used.num_replicas())} replicas: {p50:.1f} us (p10 {p10:.1f}, p90 {p90:.1f}; target "
             f"{TARGETS_US[name]:g}){'' if same[name] else '  WRONG'}",
             flush=True,
         )
         sizes = {"T": spec.T, "H": 0, "I": 0, "E": spec.E, "K": spec.K}
         times = {"us_p10": p10, "us_p50": p50, "us_p90": p90, "floor_us": None, "ratio": None}
-        where = {"R": spec.R, "skew": spec.skew, "skew_realised": before, "M": 1, "S": slots, "dtype": "int32"}
+        where = {"R": spec.R, "skew": spec.skew, "skew_realised": before, "M": 1, "S": used.slots, "dtype": "int32"}
         what = {"level": "kernel", "pass_": "fwd", "dispatcher": "kernels", "api": name, "shape": sizes}
         file.append([make_row(**what, **where, **times, wrong=int(not same[name]), status="ok")])
     return sum(not right for right in same.values())
