@@ -31,6 +31,7 @@ from .library import launch, library
 MAX_PARTS = 8  # kMaxParts of replica_sync.cuh
 MAX_INSTANCES = 8192  # kMaxInstances
 UNIT = 16  # bytes
+DEFAULT_BLOCKS = 32  # 12 warps of 2 KiB in flight each: 768 KiB, which is 2 us of a link
 PIECE_UNITS = 1024  # kPieceUnits: what one warp moves at a time
 _P, _I, _L = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
 
@@ -102,7 +103,7 @@ class SlotPeers:
         code_lost: fault code of a rank that did not come.
         fault: int64 [] on the device, the sticky record: code << 56 | value.
         timeout_s: after which a rank that does not come is a fault; nothing waits longer.
-        blocks: thread blocks of a launch; None: two on each SM.
+        blocks: thread blocks of a launch; few, since both run beside the experts' products.
 
     Raises:
         KernelError: sizes that the kernels do not serve, a library that does not fit this file, or none to be had.
@@ -118,7 +119,7 @@ class SlotPeers:
         code_lost: int,
         fault: Tensor,
         timeout_s: float,
-        blocks: int | None = None,
+        blocks: int = DEFAULT_BLOCKS,
     ) -> None:
         if (why := shape.refusal()) is not None:
             raise KernelError(f"replicas cannot be moved by kernels: {why}")
@@ -126,7 +127,7 @@ class SlotPeers:
         self.shape, self.rank = shape, rank
         flags, self._read_at, self._weights_at, self._grads_at, _ = shape.layout()
         self._epoch, self._fault = torch.zeros(3, dtype=torch.int32, device=device), fault
-        self.blocks = blocks or 2 * torch.cuda.get_device_properties(device).multi_processor_count
+        self.blocks = blocks
         self._domain = Domain(
             memory=(ctypes.c_void_p * MAX_RANKS)(*memory),
             at=flags,

@@ -193,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--hidden", type=int, default=4096, help="H of an expert (default 4096)")
     parser.add_argument("--intermediate", type=int, default=1536, help="I of an expert (default 1536: 36 MiB)")
     parser.add_argument("--slots", type=int, nargs="+", default=[1, 2], help="experts that each rank pushes, up to 4")
-    parser.add_argument("--blocks", type=int, nargs="+", default=[32, 64, 132, 264], help="thread blocks of a launch")
+    parser.add_argument("--blocks", type=int, nargs="+", default=[16, 32, 64, 264], help="thread blocks of a launch")
     parser.add_argument("--iterations", type=int, default=20)
     parser.add_argument("--messages", action="store_true", help="NCCL's messages, too")
     parser.add_argument("--rates", help="LINK_GBS,HBM_TBS of this machine; known for H200")

@@ -14,7 +14,7 @@ from ..dispatch.watchdog import group_timeout_s
 from ..errors import InputError
 from ..faults import Fault, FaultRecord
 from ..kernels.library import missing
-from ..kernels.replica_sync import SlotPeers, SlotShape
+from ..kernels.replica_sync import DEFAULT_BLOCKS, SlotPeers, SlotShape
 from ..streams import comm_stream
 from .plan import Plan
 from .transport import GroupTransport, InFlight, Tensors
@@ -40,7 +40,7 @@ class PeerTransport(GroupTransport):
         slots: S.
         like: the masters [L, ...] of any layer, on this rank's GPU.
         record: where faults go.
-        blocks: thread blocks of a launch; None: two on each SM.
+        blocks: thread blocks of a launch.
 
     Attributes:
         buffers: weights [S, ...] for each parameter, of its dtype, and float32 gradients; zero.
@@ -57,7 +57,7 @@ class PeerTransport(GroupTransport):
         like: Sequence[Tensor],
         record: FaultRecord,
         *,
-        blocks: int | None = None,
+        blocks: int = DEFAULT_BLOCKS,
     ) -> None:
         super().__init__(group)
         device, what = like[0].device, "replicas over peer memory"
