@@ -237,7 +237,6 @@ class StackCase(Case):
         found.append(same_rows(list(pairs), self.setting))
         gradients = sample_gradients(self.stack)
         first = self.stack.gradients.setdefault((self.candidate, self.pass_, self.plan.num), gradients)
-        num_layers = len(self.stack.layers)
-        found += [same_gradients(gradients, first, self.setting, num_layers=num_layers)] if first else []
+        found += [same_gradients(gradients, first, self.setting)] if first else []
         self.left = timed
         return merge_checks(found)
