@@ -39,6 +39,7 @@ WRONG: dict[str, Any] = {
     "hidden_dropout": 0.1,
     "moe_latent_size": 64,
     "mtp_num_layers": 1,
+    "mlp_chunks_for_training": 2,
     "recompute_granularity": "full",
     "fp8": "hybrid",
     "fp4": "e2m1",
