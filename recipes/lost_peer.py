@@ -7,6 +7,7 @@ that fails leaves its error there, so that the others can say why they were left
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import sys
@@ -42,14 +43,16 @@ def watch_peers(ranks: Ranks, timeout_s: float, exit_code: int) -> Heartbeat | N
     """Start the heartbeat; one rank alone has nothing to watch.
 
     The process ends with `exit_code` and a message when another rank has been silent for `timeout_s`, or failed and the
-    main thread still waits for it. The thread beats while its process lives, however long a step takes.
+    main thread still waits for it. The thread beats while its process lives, however long a step takes; it is ended
+    before the interpreter is.
     """
     if ranks.group is None:
         return None
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_s))
     beat = Heartbeat(PrefixStore("heartbeat", store), ranks, timeout_s, exit_code)
-    threading.Thread(target=beat.run, name="heartbeat", daemon=True).start()
+    beat.start()
+    atexit.register(beat.stop)  # a thread inside the store's C++ code would end the interpreter with an abort
     return beat
 
 
@@ -59,6 +62,7 @@ class Heartbeat:
     LOOK_S = 0.5
     TELL_S = 2.0  # how long a failing rank waits until all others have heard
     LEAVE_S = 10.0  # how long a rank that has heard of a failure may wait for it in some collective
+    STOP_S = 10.0  # how long a rank that is through waits for an answer of the store
 
     def __init__(self, store: Store, ranks: Ranks, timeout_s: float, exit_code: int) -> None:
         self.store, self.ranks, self.timeout_s, self.exit_code = store, ranks, timeout_s, exit_code
@@ -66,21 +70,33 @@ class Heartbeat:
         self.heard = {peer: (b"", time.monotonic()) for peer in range(ranks.world_size) if peer != ranks.rank}
         self.failed = False
         self._said: str | None = None
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self.run, name="heartbeat", daemon=True)
+
+    def start(self) -> None:
+        """Beat and listen from a thread, once."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread, and wait until it has left the store; idempotent."""
+        self._stopped.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(self.STOP_S)
 
     def run(self) -> None:
-        """Until the process ends, or the store does (then the launcher ends the job)."""
+        """Until it is stopped, or the store ends (then the launcher ends the job)."""
         count, heard_s = 0, None
         try:
-            while True:
+            while not self._stopped.is_set():
                 count += 1
                 self.store.set(str(self.ranks.rank), str(count))
                 lost = self.listen()
                 if lost is not None:
                     self.end(f"rank {lost} gave no sign of life for {self.timeout_s:g} s (train.timeout_s)")
                 next_beat = time.monotonic() + self.period_s
-                while time.monotonic() < next_beat:
+                while time.monotonic() < next_beat and not self._stopped.is_set():
                     heard_s = self.look(heard_s)
-                    time.sleep(min(self.LOOK_S, self.period_s))
+                    self._stopped.wait(min(self.LOOK_S, self.period_s))
         except (dist.DistError, RuntimeError):
             return
 
