@@ -26,6 +26,7 @@ from .errors import (
     Unavailable,
 )
 from .experts import register_experts
+from .gradients import clip_grad_norm_, grad_norm
 from .layer import MoEAux, MoELayer, moe_layers, update_routers
 from .permute import ExpertInput
 from .routing import Routing
@@ -57,7 +58,9 @@ __all__ = [
     "Ticket",
     "Unavailable",
     "build_dispatcher",
+    "clip_grad_norm_",
     "close_dispatchers",
+    "grad_norm",
     "known_dispatchers",
     "moe_layers",
     "raise_on_all_ranks",

@@ -8,8 +8,9 @@ import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import Tensor, nn
 
+from moe_ep.gradients import clip_, global_norm
 from recipes.megatron_recipe import MegatronRecipe
-from recipes.optim import BETAS, EPS, clip_, global_norm
+from recipes.optim import BETAS, EPS
 from recipes.ranks import Ranks
 
 

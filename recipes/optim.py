@@ -1,7 +1,7 @@
-"""Optimizer, learning rate and global gradient norm over parameters of which each rank owns a part.
+"""Optimizer and learning rate over parameters of which each rank owns a part.
 
 A parameter is plain (whole on this rank) or a DTensor (sharded by FSDP2), and torch's multi-tensor code refuses lists
-of both. Everything here therefore works on the *local shards*, plain tensors: one list, one fused AdamW, one norm.
+of both. Everything here therefore works on the *local shards*, plain tensors: one list, one fused AdamW.
 """
 
 from __future__ import annotations
@@ -11,18 +11,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+
+from moe_ep.gradients import counts_shard, is_sharded, local_shard
 
 BETAS = (0.9, 0.95)
 EPS = 1e-8
-
-
-def local_shard(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor: shares its memory, carries no gradient history."""
-    with torch.no_grad():
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,49 +44,9 @@ def owned_parameters(named: Iterable[tuple[str, nn.Parameter]], experts: set[str
     """
     owned = []
     for name, param in named:
-        if isinstance(param, DTensor):
-            mesh, coordinate = param.device_mesh, param.device_mesh.get_coordinate()
-            assert coordinate is not None, f"{name} lives on a mesh that this rank is not part of"
-            replicas = [i for i, place in enumerate(param.placements) if isinstance(place, Replicate)]
-            counted = all(coordinate[i] == 0 for i in replicas if mesh.size(i) > 1)
-        else:
-            counted = name in experts or rank == 0
+        counted = counts_shard(param) if is_sharded(param) else name in experts or rank == 0
         owned.append(OwnedParameter(name, param, counted))
     return owned
-
-
-@torch.no_grad()
-def global_norm(
-    grads: Sequence[Tensor], norm_type: float, group: dist.ProcessGroup | None, device: torch.device
-) -> Tensor:
-    """Norm over all elements of all ranks, float64 [], the same on every rank.
-
-    Args:
-        grads: what this rank counts (see `OwnedParameter.counted`), plain tensors; may be empty.
-        norm_type: 1, 2, any p > 0, or infinity.
-        group: all ranks; None: this rank alone.
-        device: where the sum is made when `grads` is empty.
-    """
-    parts = [part for dtype in {g.dtype for g in grads} for part in _norms(grads, dtype, norm_type)]
-    stacked = torch.stack(parts).double() if parts else torch.zeros(1, dtype=torch.float64, device=device)
-    infinite = math.isinf(norm_type)
-    total = stacked.max() if infinite else stacked.pow(norm_type).sum()
-    if group is not None:
-        dist.all_reduce(total, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
-    return total if infinite else total.pow(1.0 / norm_type)
-
-
-def _norms(grads: Sequence[Tensor], dtype: torch.dtype, norm_type: float) -> list[Tensor]:
-    chosen = [g for g in grads if g.dtype == dtype and g.numel()]
-    return list(torch._foreach_norm(chosen, norm_type, dtype=torch.float32)) if chosen else []
-
-
-@torch.no_grad()
-def clip_(grads: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scale gradients in place so that their global norm is at most `max_norm`; no host sync."""
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0).float()
-    for dtype in {g.dtype for g in grads}:
-        torch._foreach_mul_([g for g in grads if g.dtype == dtype], scale)
 
 
 def learning_rate(step: int, *, peak: float, floor: float, warmup: int, total: int) -> float:
@@ -121,7 +75,7 @@ class ShardedAdamW:
         self.masters = [s if s.dtype == torch.float32 else s.float() for s in self.shards]
         self._sums: dict[int, Tensor] = {}
         for index, owned in enumerate(self.params):
-            if owned.param.dtype != torch.float32 and not isinstance(owned.param, DTensor):
+            if owned.param.dtype != torch.float32 and not is_sharded(owned.param):
                 owned.param.register_post_accumulate_grad_hook(self._sum_into(index))
         matrices = [m for p, m in zip(self.params, self.masters, strict=True) if p.param.dim() >= 2]
         vectors = [m for p, m in zip(self.params, self.masters, strict=True) if p.param.dim() < 2]

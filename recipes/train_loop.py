@@ -21,6 +21,7 @@ from torch import Tensor
 from moe_ep.alarm import raise_on_all_ranks
 from moe_ep.consistency import differing_copies, listed
 from moe_ep.errors import CheckpointError, NonFiniteError
+from moe_ep.gradients import clip_, global_norm
 from moe_ep.layer import MoELayer, moe_layers, total_aux_loss
 from moe_ep.router import SigmoidRouter
 from recipes import checkpoint
@@ -30,7 +31,7 @@ from recipes.entries import Entries
 from recipes.identity import identity
 from recipes.metrics import Row, StepSums, Tally, flops_per_token, load_fields, peak_mib, peak_tflops
 from recipes.model import Decoder, loss_sum
-from recipes.optim import ShardedAdamW, clip_, global_norm, learning_rate
+from recipes.optim import ShardedAdamW, learning_rate
 from recipes.parallel import copies, set_last_micro_batch
 from recipes.ranks import Ranks, mark_agreed
 from recipes.recipe import Recipe

@@ -16,10 +16,10 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from moe_ep import MoEConfig, MoELayer, PeerError
 from moe_ep.consistency import check_copies
 from moe_ep.dispatch.transfer import AllToAllRows, Flight, finish, start
+from moe_ep.gradients import global_norm
 from moe_ep.recompute import recompute_context_fn
 from moe_ep.streams import comm_stream
 from moe_ep.testing.ranks import RankPool
-from recipes.optim import global_norm
 
 H = 8
 BASE: dict[str, Any] = dict(hidden_size=H, expert_intermediate_size=12, num_experts=8, top_k=2, init_std=0.5)

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from moe_ep.errors import CheckpointError, MoEError, PeerError, RecipeError
+from moe_ep.gradients import global_norm
 from moe_ep.testing.ranks import RankPool
 from recipes import checkpoint
 from recipes.build import build, make_way, resume
 from recipes.files import RunFolderError
 from recipes.identity import Identity, identity
-from recipes.optim import global_norm
 from recipes.parallel import expert_names
 from recipes.ranks import Ranks, over_process_group, same_everywhere
 from recipes.recipe import load_recipe

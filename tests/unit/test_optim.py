@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from recipes.optim import BETAS, EPS, ShardedAdamW, clip_, global_norm, learning_rate, owned_parameters
+from moe_ep.gradients import clip_, global_norm
+from recipes.optim import BETAS, EPS, ShardedAdamW, learning_rate, owned_parameters
 
 CPU = torch.device("cpu")
 
