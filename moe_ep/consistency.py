@@ -6,13 +6,15 @@ falls. Nothing in training notices; this does, with one small all-gather.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from .errors import PeerError, lost_peer
+from .errors import InputError, PeerError, lost_peer
+from .gradients import is_sharded
+from .layer import moe_layers
 
 _SHOWN = 5
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -29,6 +31,13 @@ def digest(tensor: Tensor) -> Tensor:
     flat = flat.view(_INTEGERS.get(flat.element_size(), torch.uint8)).long()
     place = torch.arange(flat.numel(), device=flat.device)
     return (flat * (2 * place * _ODD + 1)).sum()
+
+
+def copies(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """What every rank holds whole and alike: buffers and parameters, but no shards (DTensor) and no spread experts."""
+    spread = {p for layer in moe_layers(model) if layer.dispatcher.num_ranks > 1 for p in layer.experts.parameters()}
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return [(name, tensor) for name, tensor in named if tensor not in spread and not is_sharded(tensor)]
 
 
 @torch.no_grad()
@@ -64,18 +73,36 @@ def differing_copies(named: Iterable[tuple[str, Tensor]], group: dist.ProcessGro
     ]
 
 
-def check_copies(named: Iterable[tuple[str, Tensor]], group: dist.ProcessGroup | None) -> None:
+def check_copies(
+    what: nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], group: dist.ProcessGroup | None
+) -> None:
     """Raise where `differing_copies` finds any; for training loops of one's own, after an optimizer's step. Collective.
 
+    Args:
+        what: a model, of which its `copies` are compared; or tensors by name, as a mapping or as pairs.
+        group: the ranks to compare; None: one rank, nothing to do.
+
     Raises:
+        InputError: neither of these.
         PeerError: on every rank, naming tensors and ranks.
     """
-    found = differing_copies(named, group)
+    found = differing_copies(_pairs(what), group)
     if found:
         raise PeerError(
             f"copies differ from rank 0's: {listed(found)}. A gradient or an update was not the same on all ranks; "
             "reduce it over this group, or start again from a checkpoint"
         )
+
+
+def _pairs(what: object) -> list[tuple[str, Tensor]]:
+    if isinstance(what, nn.Module):
+        return copies(what)
+    pairs = list(what.items() if isinstance(what, Mapping) else what if isinstance(what, Iterable) else [what])
+    for pair in pairs:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], Tensor)):
+            kind = type(pair).__name__
+            raise InputError(f"check_copies takes a model, a dict of tensors, or (name, tensor) pairs; got a {kind}")
+    return pairs
 
 
 def listed(found: list[str]) -> str:

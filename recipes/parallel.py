@@ -12,9 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from moe_ep.config import require
@@ -29,13 +28,6 @@ def expert_names(model: nn.Module) -> set[str]:
         if layer.moe is not None
         for name, _ in layer.moe.experts.named_parameters()
     }
-
-
-def copies(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """What every rank holds whole and alike: buffers, and parameters that are neither sharded nor experts."""
-    experts = expert_names(model)
-    plain = [(n, p) for n, p in model.named_parameters() if n not in experts and not isinstance(p, DTensor)]
-    return [*plain, *model.named_buffers()]
 
 
 def _layers(model: nn.Module) -> Sequence[Any]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from moe_ep.alarm import raise_on_all_ranks
-from moe_ep.consistency import differing_copies, listed
+from moe_ep.consistency import copies, differing_copies, listed
 from moe_ep.errors import CheckpointError, NonFiniteError
 from moe_ep.gradients import clip_, global_norm
 from moe_ep.layer import MoELayer, moe_layers, total_aux_loss
@@ -32,7 +32,7 @@ from recipes.identity import identity
 from recipes.metrics import Row, StepSums, Tally, flops_per_token, load_fields, peak_mib, peak_tflops
 from recipes.model import Decoder, loss_sum
 from recipes.optim import ShardedAdamW, learning_rate
-from recipes.parallel import copies, set_last_micro_batch
+from recipes.parallel import set_last_micro_batch
 from recipes.ranks import Ranks, mark_agreed
 from recipes.recipe import Recipe
 from recipes.routing_trace import TraceRecorder

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from moe_ep import MoEConfig, MoELayer, PeerError
+from moe_ep import InputError, MoEConfig, MoELayer, PeerError
 from moe_ep.consistency import check_copies
 from moe_ep.dispatch.transfer import AllToAllRows, Flight, finish, start
 from moe_ep.gradients import global_norm
@@ -138,6 +138,34 @@ def test_routers_stay_equal_bit_for_bit_or_are_named(pool: RankPool, dispatcher:
     assert pool.run(sgd_steps, dispatcher, weighting, True, num_ranks=2) == ["", ""]
     said = pool.run(sgd_steps, dispatcher, weighting, False, num_ranks=2)
     assert said[0] == said[1] and said[0].startswith("step 0: copies differ from rank 0's: router.weight on rank 1.")
+
+
+def drifted(group: dist.ProcessGroup, rank: int) -> list[str]:
+    """Experts differ by design; then the router's weight of rank 1 is changed, and after it the bias as well."""
+    layer = make(group, router="sigmoid", bias_update_rate=0.01)
+    said = []
+    for tensor in (None, layer.router.weight, layer.router.bias):
+        if tensor is not None and rank == 1:
+            with torch.no_grad():
+                tensor[0] += 1
+        for what in (
+            layer,
+            layer.router.state_dict(prefix="router."),
+            layer.router.state_dict(prefix="router.").items(),
+        ):
+            try:
+                check_copies(what, group)
+            except PeerError as err:
+                said.append(str(err).partition(". A gradient")[0])
+    with pytest.raises(InputError, match=r"takes a model, a dict of tensors, or \(name, tensor\) pairs; got a str"):
+        check_copies(["router.weight"], group)  # type: ignore[list-item]
+    return said
+
+
+def test_copies_of_a_model_a_dict_or_pairs_are_compared(pool: RankPool) -> None:
+    weight = "copies differ from rank 0's: router.weight on rank 1"
+    both = f"{weight}; router.bias on rank 1"
+    assert pool.run(drifted, num_ranks=2) == [[weight] * 3 + [both] * 3] * 2
 
 
 def norms(group: dist.ProcessGroup, rank: int) -> tuple[float, float]:
