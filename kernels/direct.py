@@ -130,7 +130,7 @@ class Peers:
             host_code=host_fault[0],
             host_value=host_fault[1],
             no_grad=no_grad,
-            place=(trip.layer & 0x7FFF) << 16 | trip.micro_batch & 0xFFFF,
+            place=trip.place & 0x7FFFFFFF,
             row_capacity=row_bound,
             code_bad_ids=codes.bad_ids,
             code_non_finite=codes.non_finite,

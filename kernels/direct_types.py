@@ -185,7 +185,8 @@ class Trip:
     """One micro-batch on its way: what every launch for it needs, in backward too.
 
     Attributes:
-        layer, micro_batch: for the fault record, and compared between ranks.
+        layer, micro_batch: for the fault record.
+        place: compared between ranks, any int of at most 31 bits that says where each one is.
         ids: int64 [T, K], contiguous.
         ranked: of `rank_routes`.
         bad_tokens: int64 [], tokens whose logits were not finite; None: not known to be any.
@@ -200,6 +201,7 @@ class Trip:
     micro_batch: int
     ids: Tensor
     ranked: Ranked
+    place: int = 0
     bad_tokens: Tensor | None = None
     plan: Tensor | None = None
     row_bound: int = 0

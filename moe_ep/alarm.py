@@ -152,6 +152,10 @@ class Alarm:
         """
         if is_everywhere(err):
             return
+        self.stop_all(err, where)
+
+    def stop_all(self, err: Exception, where: str) -> None:
+        """As `fail`, also where the other ranks raise `err` of themselves and only have to stop at one call."""
         mark_everywhere(err)
         text = f"{where}: {type(err).__name__}: {err}"
         self._stop(text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]} ...")

@@ -232,7 +232,9 @@ class _Run:
             self.h[i], self.n[i] = self.layer.attention_of(i, self.x.pop(i))
 
     def route(self, i: int) -> None:
-        self.flights[i] = self._moe.prepare(self.n[i], self.valid[i], micro_batch=i, waits=self.links[i])
+        self.flights[i] = self._moe.prepare(
+            self.n[i], self.valid[i], micro_batch=i, waits=self.links[i], num_micro_batches=len(self.valid)
+        )
 
     def dispatch(self, i: int) -> None:
         self._moe.dispatcher.dispatch(self.flights[i].ticket)

@@ -55,5 +55,6 @@ def lost_peer(what: str, err: Exception) -> PeerError:
     reason = reason.partition(". This is typically")[0]  # what gloo advises then fits no user of ours
     return PeerError(
         f"{what}: communication with the other ranks failed ({reason}). A rank was lost, took longer than the group's "
-        "timeout, or did not make the same call; look at the first error among all ranks"
+        "timeout, or did not make the same call; look at the first error among all ranks, or set MOE_EP_DEBUG=1 to "
+        "compare the ranks' calls"
     )

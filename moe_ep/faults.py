@@ -16,11 +16,12 @@ from torch import Tensor
 
 from .errors import CapacityError, InputError, MoEError, NonFiniteError, PeerError, ProtocolError, lost_peer
 from .ops import routes_module
-from .peers import mark_everywhere
+from .peers import mark_everywhere, mark_out_of_step
 from .routing import Routing, count_bad_ids
 
 FORWARD_ONLY = 1  # the value of a pair without a fault, where no gradient is recorded
 NUM_WORDS = 3  # that each rank sends along with its counts: code, value, and which micro-batch of which layer it is at
+_MICRO_BATCH_BITS, _INTERLEAVED_BITS = 10, 6  # of a place; the layer is above them
 
 
 class Fault(enum.IntEnum):
@@ -64,7 +65,8 @@ _SENTENCES: dict[Fault, tuple[type[MoEError], str]] = {
     ),
     Fault.OTHER_PLACE: (
         PeerError,
-        "rank {value} and rank 0 are at different layers or micro-batches; all ranks take them in one order",
+        "rank {value} and rank 0 are at different layers or micro-batches, or interleave different numbers of "
+        "micro-batches; all ranks take them in one order, and pass the same number to a stack",
     ),
     Fault.LOST: (PeerError, "rank {value} did not come within the group's timeout; look at its log"),
 }
@@ -88,8 +90,9 @@ def raise_faults(
 ) -> None:
     """Raise if any rank reported a fault: the own error where the fault is, PeerError elsewhere.
 
-    Two things are a fault of all ranks: some record gradients and some do not, so that the next backward would have no
-    partner; or they are not at the same micro-batch of the same layer, so that rows would be mixed up.
+    Three things are a fault of all ranks: some record gradients and some do not, so that the next backward would have
+    no partner; they are not at the same micro-batch of the same layer, so that rows would be mixed up; or they
+    interleave different numbers of micro-batches, so that some would wait for what others never send.
 
     Args:
         words: code, value and place (see `place_of`) of each rank, in rank order.
@@ -116,18 +119,36 @@ def raise_faults(
         )
 
 
-def place_of(layer: int, micro_batch: int) -> int:
-    """Layer and micro-batch as one int that ranks compare."""
-    return (layer << 16) | (micro_batch & 0xFFFF)
+def place_of(layer: int, micro_batch: int, num_micro_batches: int = 1) -> int:
+    """Layer, micro-batch and how many of them interleave as one int that ranks compare, the layer above 16 bits."""
+    low = micro_batch & ((1 << _MICRO_BATCH_BITS) - 1)
+    return (layer << 16) | (min(num_micro_batches, (1 << _INTERLEAVED_BITS) - 1) << _MICRO_BATCH_BITS) | low
 
 
 def _same_place(places: Sequence[int]) -> None:
     if len(set(places)) > 1:
-        at = ", ".join(f"rank {r} at layer {p >> 16}, micro-batch {p & 0xFFFF}" for r, p in enumerate(places))
-        raise PeerError(
-            f"the ranks are not at the same micro-batch: {at}. All ranks of a group take layers and micro-batches in "
-            "one order; give layers of one model different layer_index values"
+        error = PeerError(_how_places_differ(places))
+        mark_out_of_step(error)
+        raise error
+
+
+def _how_places_differ(places: Sequence[int]) -> str:
+    interleaved = [(place & 0xFFFF) >> _MICRO_BATCH_BITS for place in places]
+    micro_batches = [place & ((1 << _MICRO_BATCH_BITS) - 1) for place in places]
+    if len(set(interleaved)) > 1:
+        each = ", ".join(f"rank {r} interleaves {number}" for r, number in enumerate(interleaved))
+        return (
+            f"the ranks interleave different numbers of micro-batches: {each}. All ranks of a group pass the same "
+            "number to a stack; one that has less to do passes micro-batches without tokens"
         )
+    at = ", ".join(
+        f"rank {r} at layer {p >> 16}, micro-batch {i}"
+        for r, (p, i) in enumerate(zip(places, micro_batches, strict=True))
+    )
+    return (
+        f"the ranks are not at the same micro-batch: {at}. All ranks of a group take layers and micro-batches in one "
+        "order; give layers of one model different layer_index values"
+    )
 
 
 def routing_status(routing: Routing, *, duplicates: bool = True) -> Tensor:

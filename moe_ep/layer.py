@@ -167,8 +167,12 @@ class MoELayer(nn.Module):
         *,
         micro_batch: int = 0,
         waits: frozenset[Link] | None = None,
+        num_micro_batches: int = 1,
     ) -> LayerFlight:
-        """Router, dispatch_preprocess; `dispatcher.dispatch(flight.ticket)` is next. `waits`: of its stages."""
+        """Router, dispatch_preprocess; `dispatcher.dispatch(flight.ticket)` is next.
+
+        `waits`: of its stages. `num_micro_batches`: how many interleave, the same on all ranks.
+        """
         try:
             with stage_range("route", self.layer_index, micro_batch):
                 x_TH, routing, router_aux = self._route(x, valid)
@@ -179,7 +183,12 @@ class MoELayer(nn.Module):
             mark_everywhere(err)
             raise
         ticket = self.dispatcher.dispatch_preprocess(
-            x_TH, routing, layer=self.layer_index, micro_batch=micro_batch, waits=waits
+            x_TH,
+            routing,
+            layer=self.layer_index,
+            micro_batch=micro_batch,
+            waits=waits,
+            num_micro_batches=num_micro_batches,
         )
         return LayerFlight(x=x, ticket=ticket, router_aux=router_aux)
 

@@ -16,6 +16,7 @@ _LOST = re.compile(
 # how gloo's own errors begin; a wider net would catch errors of this rank that speak of a socket or a timeout
 _GLOO = re.compile(r"\[\S+\.cc:\d+\] ")
 _EVERYWHERE = "raised_on_all_ranks"
+_OUT_OF_STEP = "ranks_out_of_step"
 _EARLY_STOP = "_StopRecomputationError"  # how torch's activation checkpoint leaves its second pass; nothing failed
 
 
@@ -40,6 +41,16 @@ def is_everywhere(err: BaseException) -> bool:
     """Whether the other ranks raise too: by agreement, because they were told, or because a rank is gone."""
     collective = isinstance(err, dist.DistError) or (type(err) is RuntimeError and _GLOO.match(str(err)) is not None)
     return collective or isinstance(err, PeerError) or is_early_stop(err) or getattr(err, _EVERYWHERE, False)
+
+
+def mark_out_of_step(err: Exception) -> None:
+    """Say that all ranks raise, but may have started different numbers of collectives by now."""
+    setattr(err, _OUT_OF_STEP, True)
+
+
+def is_out_of_step(err: BaseException) -> bool:
+    """Whether all ranks raise it and have to be brought to the same number of collectives first."""
+    return getattr(err, _OUT_OF_STEP, False)
 
 
 def is_early_stop(err: BaseException) -> bool:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..config import DispatchConfig
-from ..faults import NUM_WORDS, Fault, count_message, place_of, raise_faults
+from ..faults import NUM_WORDS, Fault, count_message, raise_faults
 from ..permute import ExpertInput, SortedRoutes, gather_routes, gather_rows, regroup, sort_routes, sum_rows
 from ..routing import Routing
 from ..streams import InFlight
@@ -76,8 +76,7 @@ class All2All(Dispatcher):
         if routes.num_bad is None:
             message = self._message(ticket, routes.counts, self.status(routing))
         else:
-            place = place_of(ticket.layer, ticket.micro_batch)
-            message = count_message(routes.counts, routes.num_bad, routing, place, self.num_ranks)
+            message = count_message(routes.counts, routes.num_bad, routing, ticket.place, self.num_ranks)
         early, counts_RL = self._send_counts(ticket, message)
         ticket.state = All2AllState(routes=routes, counts_RL=counts_RL, early=early)
         ticket.payload = gather_routes(x_TH, routing.weights, routes, kernels=self.kernels)

@@ -24,7 +24,7 @@ from ..errors import InputError, MoEError, PeerError, ProtocolError, RecipeError
 from ..faults import Fault, FaultRecord, routing_status
 from ..ops import choose_kernels
 from ..order import Order, in_stage, open_order, told
-from ..peers import mark_everywhere
+from ..peers import is_out_of_step, mark_everywhere
 from ..permute import ExpertInput
 from ..routing import Routing
 from ..schedule import Link
@@ -155,6 +155,7 @@ class Dispatcher(ABC):
         layer: int = 0,
         micro_batch: int = 0,
         waits: frozenset[Link] | None = None,
+        num_micro_batches: int = 1,
     ) -> Ticket:
         """Compute stream: x [T, H] and its routing to a ticket with layout, counts and the payload to send.
 
@@ -164,6 +165,7 @@ class Dispatcher(ABC):
             layer: for messages, and compared between ranks.
             micro_batch: likewise.
             waits: the ticket's waits between streams, as a schedule has them; None: all that are needed.
+            num_micro_batches: how many interleave, with this one; compared between ranks.
 
         Raises:
             InputError: wrong shape, dtype, device; ids out of range (here or at the next stage, where the counts are
@@ -171,7 +173,7 @@ class Dispatcher(ABC):
             CapacityError: more tokens than max_tokens.
             ProtocolError: more tickets are in flight than the back end holds.
         """
-        ticket = Ticket(layer, micro_batch, owner=self, waits=waits)
+        ticket = Ticket(layer, micro_batch, owner=self, waits=waits, num_micro_batches=num_micro_batches)
         self._enter(ticket, Stage.DISPATCH_PREPROCESS)
         self._count(ticket)
         fault = self._find_fault(x_TH, routing)
@@ -366,9 +368,15 @@ class Dispatcher(ABC):
             ticket.release()
             if isinstance(err, PeerError):
                 told(err, self.group)
+                self._even_out(err, ticket.where)
             raise
         ticket.stage = stage
         return result
+
+    def _even_out(self, err: PeerError, where: str) -> None:
+        """Nobody is at the same call: bring the ranks to the same number of collectives before all of them raise."""
+        if self.alarm is not None and is_out_of_step(err):
+            self.alarm.stop_all(err, where)
 
     def _home(self, device: torch.device | None) -> torch.device:
         """The device, or the one that the other ranks exchange from where the group does not serve this (or is none).

@@ -160,6 +160,7 @@ class Direct(Dispatcher):
         return Trip(
             layer=ticket.layer,
             micro_batch=ticket.micro_batch,
+            place=ticket.place,
             ids=ids_TK,
             ranked=rank_routes(ids_TK, self.shape),
             bad_tokens=bad_tokens,

@@ -50,7 +50,8 @@ class Ticket:
             that a framework looks through) puts them back before the next stage.
         state: the back end's own record.
         where: layer and micro-batch, for messages.
-        place: layer and micro-batch as one int, which ranks compare.
+        num_micro_batches: how many interleave with this one (itself too), compared between ranks.
+        place: layer, micro-batch and num_micro_batches as one int, which ranks compare.
         lane: what the micro-batch borrowed; it goes back when the ticket is done, fails or dies.
         waits: of the waits between streams those that its stages make; None: all.
     """
@@ -62,6 +63,7 @@ class Ticket:
         "lane",
         "layer",
         "micro_batch",
+        "num_micro_batches",
         "num_rows",
         "num_tokens",
         "owner",
@@ -74,12 +76,19 @@ class Ticket:
     )  # fmt: skip
 
     def __init__(
-        self, layer: int, micro_batch: int, owner: object = None, waits: frozenset[Link] | None = None
+        self,
+        layer: int,
+        micro_batch: int,
+        owner: object = None,
+        waits: frozenset[Link] | None = None,
+        num_micro_batches: int = 1,
     ) -> None:
         self.owner = owner
         self.layer = layer
         self.micro_batch = micro_batch
-        self.where, self.place = f"layer {layer}, micro-batch {micro_batch}", place_of(layer, micro_batch)
+        self.num_micro_batches = num_micro_batches
+        self.where = f"layer {layer}, micro-batch {micro_batch}"
+        self.place = place_of(layer, micro_batch, num_micro_batches)
         self.stage = Stage.NEW
         self.num_tokens = 0
         self.num_rows = 0

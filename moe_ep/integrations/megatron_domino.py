@@ -54,12 +54,19 @@ class _Routed:
         self.dispatcher: Dispatcher = layer.dispatcher
         self.layer_index: int = layer.token_dispatcher.layer_index
 
-    def prepare(self, n: Tensor, padding: Tensor | None, *, micro_batch: int, waits: frozenset[Link]) -> _Flight:
+    def prepare(
+        self, n: Tensor, padding: Tensor | None, *, micro_batch: int, waits: frozenset[Link], num_micro_batches: int
+    ) -> _Flight:
         mask = None if padding is None else padding.transpose(0, 1).bool()
         probs, routing_map = self.layer.route(n, mask)
         routing = routing_of(routing_map, probs, self.dispatcher.config.top_k)
         ticket = self.dispatcher.dispatch_preprocess(
-            n.reshape(-1, n.shape[-1]), routing, layer=self.layer_index, micro_batch=micro_batch, waits=waits
+            n.reshape(-1, n.shape[-1]),
+            routing,
+            layer=self.layer_index,
+            micro_batch=micro_batch,
+            waits=waits,
+            num_micro_batches=num_micro_batches,
         )
         return _Flight(ticket=ticket, probs_dtype=probs.dtype)
 

@@ -84,3 +84,17 @@ def test_ranks_at_another_layer_or_micro_batch_are_a_fault_of_all() -> None:
             PeerError, match="rank 0 at layer 2, micro-batch 0, rank 1 at layer 2, micro-batch 1, rank 2 at layer 3"
         ):
             raise_faults(words, rank, "layer 2, micro-batch 0", 4)
+
+
+@pytest.mark.parametrize("micro_batch", [0, 1, 1023])
+def test_ranks_that_interleave_different_numbers_are_a_fault_of_all(micro_batch: int) -> None:
+    words = [(0, 0, place_of(65535, micro_batch, num)) for num in (2, 1, 2)]
+    for rank in range(3):
+        with pytest.raises(PeerError, match="rank 0 interleaves 2, rank 1 interleaves 1, rank 2 interleaves 2"):
+            raise_faults(words, rank, "layer 65535", 4, place=words[rank][2])
+
+
+def test_a_place_fits_into_the_ints_that_carry_it() -> None:
+    places = {place_of(layer, i, num) for layer in (0, 1, 65535) for i in (0, 1, 7) for num in (1, 2, 8, 63)}
+    assert len(places) == 3 * 3 * 4 and max(places) < 1 << 32
+    assert place_of(3, 5, 1000) >> 16 == 3, "whatever is too large stays out of the layer"
