@@ -27,8 +27,9 @@ from .errors import (
 )
 from .experts import register_experts
 from .gradients import clip_grad_norm_, grad_norm
-from .layer import MoEAux, MoELayer, moe_layers, update_routers
+from .layer import MoEAux, MoELayer, moe_layers, total_aux_loss, update_routers
 from .permute import ExpertInput
+from .recompute import recompute_context_fn, recompute_region
 from .routing import Routing
 
 __version__ = "0.1.0"
@@ -64,7 +65,10 @@ __all__ = [
     "known_dispatchers",
     "moe_layers",
     "raise_on_all_ranks",
+    "recompute_context_fn",
+    "recompute_region",
     "register_dispatcher",
     "register_experts",
+    "total_aux_loss",
     "update_routers",
 ]

@@ -4,7 +4,7 @@ A router that runs again in backward may choose otherwise (a tie, another GEMM a
 row counts differ from those of the first pass. So the first pass keeps its ids (8*T*K bytes a layer and micro-batch)
 and the second takes them:
 
-    y = checkpoint(block, x, use_reentrant=False, context_fn=recompute_context_fn)
+    y = checkpoint(block, x, use_reentrant=False, context_fn=recompute_context_fn)    # or recompute_region(block, x)
 
 Everything that decides an id is inside the op, so a selective checkpointing policy of your own replays as well if it
 saves `SAVED_OPS`. The context here is no such policy, because that runs Python for every op inside the region.
@@ -16,9 +16,11 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from .errors import ProtocolError
 from .routing import NO_ROUTE
@@ -161,3 +163,12 @@ def recompute_context_fn() -> tuple[AbstractContextManager[None], AbstractContex
     """
     kept: list[Tensor] = []
     return _Pass(kept, replay=False), _Pass(kept, replay=True)
+
+
+def recompute_region(fn: Callable[..., Any], *args: Any) -> Any:
+    """`fn(*args)`, computed again in backward with the experts that it chooses now; for `DominoLayer.recompute_in`.
+
+    It is `checkpoint(fn, *args, use_reentrant=False, context_fn=recompute_context_fn)`. Give `checkpoint` itself where
+    other options of it are needed, and with it that context: a router that chooses again may choose otherwise.
+    """
+    return checkpoint(fn, *args, use_reentrant=False, context_fn=recompute_context_fn)

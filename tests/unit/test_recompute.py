@@ -15,7 +15,7 @@ from torch.utils.checkpoint import (
 from moe_ep.config import MoEConfig
 from moe_ep.errors import ProtocolError
 from moe_ep.permute import sort_routes
-from moe_ep.recompute import SAVED_OPS, recompute_context_fn
+from moe_ep.recompute import SAVED_OPS, recompute_context_fn, recompute_region
 from moe_ep.router import build_router
 
 H, E, K, T = 8, 6, 2, 16
@@ -168,6 +168,14 @@ def test_nested_regions_replay_the_outer_first_pass() -> None:
     assert len(inner_a.passes) == 3 and len(inner_b.passes) == 2
     for block in (inner_a, inner_b):
         assert all(torch.equal(p, block.passes[0]) for p in block.passes)
+
+
+def test_the_ready_made_region_replays() -> None:
+    block, x = Block(noise=10.0), rows(0)
+    recompute_region(block, x).sum().backward()
+    assert len(block.passes) == 2 and torch.equal(*block.passes)
+    with pytest.raises(CheckpointError, match="different metadata"):  # what the context is for
+        checkpoint(Block(noise=10.0), rows(0), use_reentrant=False).sum().backward()
 
 
 def test_two_backward_passes_replay_twice() -> None:
