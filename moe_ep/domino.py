@@ -22,6 +22,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, overload
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -102,7 +103,7 @@ class DominoLayer(nn.Module):
         self._outside: tuple[Kind, ...] = ()
 
     def attention(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(h, n), [..., H] each: the residual stream after attention, and its norm, which experts and MLP read."""
+        """(h, n), shaped as x: the residual stream after attention, and its norm, which experts and MLP read."""
         raise NotImplementedError(f"{type(self).__name__} must define attention")
 
     def attention_of(self, micro_batch: int, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -221,6 +222,11 @@ class _Run:
         moe = self.layer.moe
         return stage_range(stage, None if moe is None else moe.layer_index, i)
 
+    def _where(self, method: str, i: int) -> str:
+        moe, kind = self.layer.moe, type(self.layer).__name__
+        layer = "a dense layer" if moe is None else f"layer {moe.layer_index}"
+        return f"{layer}, micro-batch {i}: {method} of {kind}"
+
     def resolve(self, i: int) -> None:
         pending = self.inputs.pop(i)
         if pending.ticket is not None:
@@ -229,7 +235,8 @@ class _Run:
 
     def attention(self, i: int) -> None:
         with self._named("attention", i):
-            self.h[i], self.n[i] = self.layer.attention_of(i, self.x.pop(i))
+            x = self.x.pop(i)
+            self.h[i], self.n[i] = _two_of_shape(self.layer.attention_of(i, x), x.shape, self._where("attention", i))
 
     def route(self, i: int) -> None:
         self.flights[i] = self._moe.prepare(
@@ -248,6 +255,8 @@ class _Run:
     def shared(self, i: int) -> None:
         with self._named("shared", i):
             h, added = self.h.pop(i), self.layer.shared(self.n.pop(i))
+            if added is not None:
+                _check_shape(added, h.shape, self._where("shared", i))
             if added is not None and self.layer.moe is not None and self.layer.shared_joins_routed:
                 self.base[i], self.joining[i] = h, added
             else:
@@ -258,6 +267,30 @@ class _Run:
         other = _Run(self.layer, (), self.valid, self.links)
         other.x, other.h, other.n = dict(self.x), dict(self.h), dict(self.n)
         return other
+
+
+def _two_of_shape(returned: Any, shape: torch.Size, where: str) -> tuple[Tensor, Tensor]:
+    """What `attention` has to return; a tensor of two rows would be taken apart as if it were two tensors."""
+    if not isinstance(returned, tuple | list) or len(returned) != 2:
+        raise InputError(
+            f"{where} must return two tensors (h, n) of shape {list(shape)}, the residual stream and its norm, got "
+            f"{_kind_of(returned)}"
+        )
+    h, n = returned
+    for tensor in (h, n):
+        _check_shape(tensor, shape, where)
+    return h, n
+
+
+def _check_shape(tensor: Any, shape: torch.Size, where: str) -> None:
+    if not isinstance(tensor, Tensor) or tensor.shape != shape:
+        raise InputError(f"{where} must return tensors of shape {list(shape)}, like its input, got {_kind_of(tensor)}")
+
+
+def _kind_of(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor {list(value.shape)}"
+    return f"{len(value)} of them" if isinstance(value, tuple | list) else type(value).__name__
 
 
 def _links(plan: Schedule) -> Sequence[frozenset[Link]]:
@@ -315,7 +348,8 @@ def launch(
         M pending outputs, and for each micro-batch the MoEAux of every layer with experts.
 
     Raises:
-        InputError: no micro-batch, or another number of masks.
+        InputError: no micro-batch, another number of masks, a tensor in place of a list; pieces of a layer that return
+            something else than tensors shaped as their input.
         PeerError: another rank raised; this one's own errors are raised as they are.
     """
     if not xs or (valid is not None and len(valid) != len(xs)):
