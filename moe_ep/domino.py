@@ -144,7 +144,7 @@ class DominoLayer(nn.Module):
     def _run(self, inputs: list[Pending], valid: list[Tensor | None]) -> Group:
         if self.moe is not None:
             self.moe.dispatcher.check_interleaving(len(inputs))
-        plan, links = self._plan(len(inputs))
+        plan, links = self._plan(len(inputs), _host_runs_ahead(inputs[0].base))
         run = _Run(self, inputs, valid, links)
         run.walk(plan.steps[: plan.before])
         if self._region is None:
@@ -153,8 +153,9 @@ class DominoLayer(nn.Module):
         return _recomputed(self._region, run, plan)
 
     @eager  # a trace cannot make a schedule again
-    def _plan(self, num_micro_batches: int) -> tuple[Schedule, Sequence[frozenset[Link]]]:
-        plan = schedule(num_micro_batches, dense=self.moe is None, outside=self._outside)
+    def _plan(self, num_micro_batches: int, host_ahead: bool) -> tuple[Schedule, Sequence[frozenset[Link]]]:
+        dense = self.moe is None
+        plan = schedule(num_micro_batches, dense=dense, outside=self._outside, host_ahead=host_ahead)
         return plan, _links(plan)
 
 
@@ -291,6 +292,11 @@ def _kind_of(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor {list(value.shape)}"
     return f"{len(value)} of them" if isinstance(value, tuple | list) else type(value).__name__
+
+
+def _host_runs_ahead(x: Tensor) -> bool:
+    """Whether what the host issues on x runs later, so that the host may wait while it runs."""
+    return x.device.type != "cpu"
 
 
 def _links(plan: Schedule) -> Sequence[frozenset[Link]]:

@@ -1,7 +1,7 @@
 """The order in which one layer runs M micro-batches, as data: no tensor, no process group, nothing that runs.
 
 M = 2, a layer with experts; x resolve, A attention, R route, p pack, E experts, S shared, c counts, D dispatch,
-C combine, and the micro-batch behind each; C' belongs to the layer before. The host reads c before it issues D:
+C combine, and the micro-batch behind each; C' belongs to the layer before. What runs, and when:
 
     compute   x0 A0 R0 p0   x1 A1 R1 p1   E0      E1      S0 S1      x0 of the next layer waits for C0, ...
     comm      C1'        D0            D1      C0      C1
@@ -10,9 +10,16 @@ C combine, and the micro-batch behind each; C' belongs to the layer before. The 
     forward   D0 runs beside A1, D1 beside E0, C0 beside E1, C1 beside S0, S1 and the next layer's A0
     backward  S1 S0 E1 E0 | p1 R1 A1 x1 | p0 R0 A0 x0 on compute; transposes on comm in the order C1 C0 D1 D0
 
+The host reads c (r) before it issues D, and while it waits it issues nothing. On a GPU it runs ahead of the streams, so
+it first issues the next piece of computation, and the compute stream does not run dry; D waits for p alone, so that
+piece does not hold it up. Where the host itself computes, a piece issued is a piece done, and D comes first:
+
+    GPU       x0 A0 R0 p0   x1 A1 r0 D0 R1 p1   E0 r1 D1 C0   E1 C1   S0 S1
+    CPU       x0 A0 R0 p0 r0 D0   x1 A1 R1 p1 r1 D1   E0 C0   E1 C1   S0 S1
+
 The backward is no second table but the transpose of the forward (`transpose`): compute steps in reverse, and every
 communication's transpose launched where its consumer stood and awaited where its producer stood. That is what autograd
-makes of a start and a finish node, because it runs the newest node that is ready.
+makes of a pack and a finish node, because it runs the newest node that is ready. It is the same for both.
 """
 
 from __future__ import annotations
@@ -94,6 +101,8 @@ class Step:
         stream: where it runs; steps of a stream run in the order of the schedule.
         waits: steps of other streams that must have ended before this one starts.
         reads, writes: what it touches.
+        holds: what came from the comm stream and is read by a step issued before this one that it does not wait for;
+            it keeps that memory from being handed out again until it has its own.
     """
 
     key: Key
@@ -101,6 +110,7 @@ class Step:
     waits: tuple[Key, ...] = ()
     reads: tuple[Value, ...] = ()
     writes: tuple[Value, ...] = ()
+    holds: tuple[Value, ...] = ()
 
     def moved(self, layers: int) -> Step:
         """The same step, `layers` layers further on."""
@@ -110,6 +120,7 @@ class Step:
             waits=tuple(w._replace(layer=w.layer + layers) for w in self.waits),
             reads=tuple(v._replace(layer=v.layer + layers) for v in self.reads),
             writes=tuple(v._replace(layer=v.layer + layers) for v in self.writes),
+            holds=tuple(v._replace(layer=v.layer + layers) for v in self.holds),
         )
 
 
@@ -140,7 +151,9 @@ _TABLE = {
     Kind.COMBINE: _Row(Stream.COMM, "experts", "combine.send splits", "combine.recv"),
     Kind.SHARED: _Row(Stream.COMPUTE, "", "h n", "base"),
 }
-_SEND = (Kind.ROUTE, Kind.COUNTS, Kind.PACK, Kind.READ, Kind.DISPATCH)
+_PREPARE = (Kind.ROUTE, Kind.COUNTS, Kind.PACK)
+_SEND = (Kind.READ, Kind.DISPATCH)
+_FROM_COMM = {name for row in _TABLE.values() if row.stream is Stream.COMM for name in row.writes.split()}
 
 
 def _step(kind: Kind, micro_batch: int) -> Step:
@@ -195,7 +208,9 @@ def _links_of(num_micro_batches: int, steps: Sequence[Step]) -> tuple[frozenset[
 
 
 @functools.cache  # layers ask for it in every forward
-def schedule(num_micro_batches: int, *, dense: bool = False, outside: tuple[Kind, ...] = ()) -> Schedule:
+def schedule(
+    num_micro_batches: int, *, dense: bool = False, outside: tuple[Kind, ...] = (), host_ahead: bool = False
+) -> Schedule:
     """The steps of one layer for M micro-batches, in the order in which they are issued.
 
     Args:
@@ -203,6 +218,10 @@ def schedule(num_micro_batches: int, *, dense: bool = False, outside: tuple[Kind
         dense: a layer without experts. It runs each micro-batch's MLP at once: the combines of the layer before that
             are still under way hide behind it.
         outside: kinds that run for all micro-batches before anything else does, a leading part of (resolve, attention).
+        host_ahead: what the host issues runs later, as on a GPU. Then counts are read, and the dispatch launched,
+            behind the next piece of computation: attention of the next micro-batch, or experts of the first one. Where
+            attention is outside, the next micro-batch's route and pack are that piece: they are all there is before
+            the experts, which need the dispatch, and issuing them takes about as long as counts travel.
 
     Raises:
         RecipeError: M < 1, or `outside` is no such part.
@@ -212,16 +231,50 @@ def schedule(num_micro_batches: int, *, dense: bool = False, outside: tuple[Kind
         raise RecipeError(f"num_micro_batches must be at least 1, got {num_micro_batches}")
     if outside != head[: len(outside)]:
         raise RecipeError(f"outside must be a leading part of {[*map(str, head)]}, got {[*map(str, outside)]}")
-    body = (Kind.SHARED,) if dense else _SEND
-    loops = [outside, head[len(outside) :] + body]
-    loops += [] if dense else [(Kind.EXPERTS, Kind.COMBINE), (Kind.SHARED,)]
-    steps = [_step(kind, i) for loop in loops for i in range(num_micro_batches) for kind in loop]
+    inside, numbers = head[len(outside) :], range(num_micro_batches)
+    keys = [Key(kind, i) for i in numbers for kind in outside]
+    if dense:
+        keys += [Key(kind, i) for i in numbers for kind in (*inside, Kind.SHARED)]
+    else:
+        send = _read_late if host_ahead and num_micro_batches > 1 else _read_at_once
+        keys += send(num_micro_batches, inside) + [Key(Kind.SHARED, i) for i in numbers]
     return Schedule(
         num_micro_batches=num_micro_batches,
         dense=dense,
-        steps=tuple(steps),
+        steps=_holding([_step(*key[:2]) for key in keys]),
         before=num_micro_batches * len(outside),
     )
+
+
+def _read_at_once(num: int, inside: tuple[Kind, ...]) -> list[Key]:
+    loops = [(*inside, *_PREPARE, *_SEND), (Kind.EXPERTS, Kind.COMBINE)]
+    return [Key(kind, i) for loop in loops for i in range(num) for kind in loop]
+
+
+def _read_late(num: int, inside: tuple[Kind, ...]) -> list[Key]:
+    """Each micro-batch is sent behind the piece issued next.
+
+    D of the last one goes in front of C of the first, so that the order of communication is that of `_read_at_once`.
+    """
+    piece, rest = (inside, _PREPARE) if Kind.ATTENTION in inside else ((*inside, *_PREPARE), ())
+    kinds = [(kind, 0) for kind in (*piece, *rest)]
+    for i in range(1, num):
+        kinds += [*((kind, i) for kind in piece), *((kind, i - 1) for kind in _SEND), *((kind, i) for kind in rest)]
+    kinds += [(Kind.EXPERTS, 0), *((kind, num - 1) for kind in _SEND), (Kind.COMBINE, 0)]
+    kinds += [(kind, i) for i in range(1, num) for kind in (Kind.EXPERTS, Kind.COMBINE)]
+    return [Key(kind, i) for kind, i in kinds]
+
+
+def _holding(steps: Sequence[Step]) -> tuple[Step, ...]:
+    """Dispatches with what they hold: what was read between the pack that each waits for and itself."""
+    place = {step.key: number for number, step in enumerate(steps)}
+    result = list(steps)
+    for number, step in enumerate(steps):
+        if step.key.kind is Kind.DISPATCH:
+            between = steps[place[step.waits[0]] : number]
+            held = [v for other in between for v in other.reads if other.stream is Stream.COMPUTE]
+            result[number] = replace(step, holds=tuple(v for v in held if v.name in _FROM_COMM))
+    return tuple(result)
 
 
 def stack(layers: Iterable[Schedule]) -> tuple[Step, ...]:
@@ -239,6 +292,7 @@ def stack(layers: Iterable[Schedule]) -> tuple[Step, ...]:
             step,
             waits=tuple(key for key in step.waits if key in keys),
             reads=tuple(value for value in step.reads if value in written),
+            holds=tuple(value for value in step.holds if value in written),
         )
         for step in steps
     )

@@ -19,8 +19,8 @@ def check(steps: Sequence[Step], *other_ranks: Sequence[Step]) -> list[str]:
     1. A wait names a step that was issued before (an event that nobody has recorded yet holds up nothing).
     2. Every value is written once, and that happens before each of its reads.
     3. Lane memory is written again only after every access to what it held.
-    4. A block that the comm stream allocated may be handed out again by its pool as soon as its last reader is issued;
-       that reader happens before whatever communication is issued later.
+    4. A block that the comm stream allocated may be handed out again by its pool as soon as its last reader is issued,
+       or its last holder, if that is later; that reader happens before whatever communication is issued behind it.
     5. The other ranks issue the same communication in the same order.
 
     Args:
@@ -104,11 +104,13 @@ def _pools(order: _Order) -> list[str]:
     """Rule 4."""
     found = []
     comm = [number for number, step in enumerate(order.steps) if step.stream is Stream.COMM]
+    holders = {value: number for number, step in enumerate(order.steps) for value in step.holds}
     for value, accesses in order.accesses.items():
         writer = order.writer.get(value)
         if writer is None or order.steps[writer].stream is not Stream.COMM:
             continue
-        for later in [number for number in comm if number > max(accesses)][:1]:  # the next one; others follow it
+        free = max(*accesses, holders.get(value, 0))
+        for later in [number for number in comm if number > free][:1]:  # the next one; others follow it
             for access in accesses:
                 if not order.before(access, later):
                     user, taker = order.steps[access].key, order.steps[later].key

@@ -9,12 +9,15 @@ again cannot still be read by work that the caller issued earlier. What a launch
 until the caller's stream has waited for it, so the caller's pool cannot hand that block out too early either; an
 `InFlight` that dies unawaited makes the caller's stream wait.
 No `record_stream` is needed, and no memory waits for an event to be polled.
+A launch may wait for less: for what was issued before a `Mark`. Until it has allocated, the mark keeps what arrived on
+the comm stream in the meantime and was handed to the caller, whose readers the launch does not wait for.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -86,8 +89,10 @@ class InFlight:
         event: Any,
         keep: Sequence[Any],
         group: dist.ProcessGroup | None = None,
+        marks: weakref.WeakSet[Mark] | None = None,
     ) -> None:
         self.what, self.group = what, group
+        self._marks = marks
         self.results = results
         self._works = works
         self._event = event
@@ -107,6 +112,8 @@ class InFlight:
             self.alarm.check()
             self.alarm.last = self.what
         results, self.results, self._works, self._keep = self.results, (), [], ()
+        if self._marks:
+            hold(self._marks, results)
         return results
 
     def _wait(self) -> None:
@@ -156,6 +163,27 @@ class InFlight:
         return self._event
 
 
+class Mark:
+    """How much the caller had issued, for a later launch that waits for no more than that.
+
+    Attributes:
+        event: the CUDA event that says so.
+        kept: what arrived since and was handed to the caller: the launch must not be given its memory.
+    """
+
+    __slots__ = ("__weakref__", "event", "kept")
+
+    def __init__(self, event: Any) -> None:
+        self.event = event
+        self.kept: list[object] = []
+
+
+def hold(marks: weakref.WeakSet[Mark], what: object) -> None:
+    """Keep what arrived until the launches of these marks have their memory."""
+    for mark in marks:
+        mark.kept.append(what)
+
+
 class CommStream:
     """Where the communication of one (device, group) is issued, in one order on all ranks."""
 
@@ -165,14 +193,29 @@ class CommStream:
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         # of the caller, for the comm stream to wait for; used again, since launches come one after the other
         self._issued = torch.cuda.Event() if device.type == "cuda" else None
+        self._marks = weakref.WeakSet[Mark]()  # of launches to come
 
-    def launch(self, what: str, fn: Launch, keep: Sequence[Any] = ()) -> InFlight:
+    def mark(self) -> Mark | None:
+        """What the caller has issued so far, for `launch`; None on CPU, where all of that is over."""
+        if self.stream is None:
+            return None
+        mark = Mark(torch.cuda.Event())
+        mark.event.record(_current_stream(self.device.index))
+        self._marks.add(mark)
+        return mark
+
+    def hold(self, what: object) -> None:
+        """Keep what a launch made beside its results, and the caller now reads, as its results are kept."""
+        hold(self._marks, what)
+
+    def launch(self, what: str, fn: Launch, keep: Sequence[Any] = (), mark: Mark | None = None) -> InFlight:
         """Run `fn`, which allocates its outputs and starts collectives, beside the caller's stream.
 
         Args:
             what: for messages, such as "dispatch of layer 3, micro-batch 0".
             fn: returns (outputs, work handles to wait for; empty on CUDA).
             keep: what `fn` reads, kept alive until `InFlight.wait`.
+            mark: of this comm stream, taken behind all that `fn` reads; used up. None: wait for everything issued.
 
         Raises:
             PeerError: a collective failed at once, as NCCL's do once a rank is known to be lost; another rank raised;
@@ -184,23 +227,23 @@ class CommStream:
         if order is not None:
             order.enter(what, "" if self.group is None else self.group.group_desc, keep)
         if alarm is None:
-            return self._launch(what, fn, keep)
+            return self._launch(what, fn, keep, mark)
         noted = alarm.noted
-        flight = self._launch(what, fn, keep)
+        flight = self._launch(what, fn, keep, mark)
         alarm.launched(since=noted)
         flight.alarm = alarm
         return flight
 
-    def _launch(self, what: str, fn: Launch, keep: Sequence[Any]) -> InFlight:
+    def _launch(self, what: str, fn: Launch, keep: Sequence[Any], mark: Mark | None) -> InFlight:
         with transfer_range("launch", what):
             try:
-                return self.issue(what, fn, keep)
+                return self.issue(what, fn, keep, mark)
             except RuntimeError as err:
                 if is_lost_peer(err):
                     raise told(lost_peer(what, err), self.group) from err
                 raise
 
-    def issue(self, what: str, fn: Launch, keep: Sequence[Any] = ()) -> InFlight:
+    def issue(self, what: str, fn: Launch, keep: Sequence[Any] = (), mark: Mark | None = None) -> InFlight:
         """As `launch`, whatever other ranks say: also what completes the communication of a rank that has raised."""
         if self.stream is None:
             results, works = fn()
@@ -208,12 +251,14 @@ class CommStream:
         # what the context managers of torch do, without asking for the current stream and device time and again
         if torch.cuda.current_device() != self.device.index:
             with torch.cuda.device(self.device):
-                return self.issue(what, fn, keep)
+                return self.issue(what, fn, keep, mark)
         caller = _current_stream(self.device.index)
         if _waits.at_launch:
-            assert self._issued is not None, "no event"
-            self._issued.record(caller)
-            self.stream.wait_event(self._issued)
+            event = self._issued if mark is None else mark.event
+            assert event is not None, "no event"
+            if mark is None:
+                event.record(caller)
+            self.stream.wait_event(event)
         torch.cuda.set_stream(self.stream)
         try:
             with delays_around(self.group):
@@ -222,7 +267,10 @@ class CommStream:
             event.record(self.stream)
         finally:
             torch.cuda.set_stream(caller)
-        return InFlight(what, results, works, event, keep, self.group)
+            if mark is not None:  # the launch has its memory
+                self._marks.discard(mark)
+                mark.kept.clear()
+        return InFlight(what, results, works, event, keep, self.group, self._marks)
 
 
 def comm_stream(device: torch.device, group: dist.ProcessGroup | None, *, early: bool = False) -> CommStream:

@@ -9,7 +9,7 @@ Two forms, chosen at construction:
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,10 @@ from .twin import collective_sms_reasons
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgrsState:
-    """The ids on their way; then this rank's routes among all gathered tokens."""
+    """The ids on their way; then this rank's routes among all gathered tokens.
+
+    `gathered` int64 [R, C*K + 3] and, where a GPU has sorted them on their stream, `routes` are valid behind `early`.
+    """
 
     early: InFlight | None = None
     gathered: Tensor | None = None
@@ -78,9 +81,8 @@ class Agrs(Dispatcher):
         return collective_sms_reasons(config.num_sms, group)
 
     def _dispatch_preprocess(self, ticket: Ticket, x_TH: Tensor, routing: Routing) -> None:
-        early, gathered = self._send_ids(ticket, routing.expert_ids, self._status(routing))
-        ticket.state = AgrsState(early=early, gathered=gathered)
-        ticket.payload = (_pad(x_TH, self.block, 0), _pad(routing.weights, self.block, 0))
+        ticket.state = self._send_ids(ticket, routing.expert_ids, self._status(routing))
+        self.pack(ticket, _pad(x_TH, self.block, 0), _pad(routing.weights, self.block, 0))
 
     def _status(self, routing: Routing) -> Tensor:
         status = self.status(routing)
@@ -92,31 +94,54 @@ class Agrs(Dispatcher):
         stray = torch.stack([torch.full_like(strays, int(Fault.BAD_GROUP)), strays])
         return torch.where((strays > 0) & (status[0] == 0), stray, status)
 
-    def _send_ids(self, ticket: Ticket, ids_TK: Tensor, status: Tensor) -> tuple[InFlight, Tensor]:
-        """All-gather C*K ids, status and place of each rank; returns the exchange and its result [R, C*K + 3]."""
+    def _send_ids(self, ticket: Ticket, ids_TK: Tensor, status: Tensor) -> AgrsState:
+        """All-gather C*K ids, status and place of each rank.
+
+        What the host reads of them follows on the same stream: on the compute stream it would stand in line behind
+        whatever is issued until then.
+        """
         padded = _pad(ids_TK, self.block, NO_ROUTE)
         sent = torch.cat([padded.reshape(-1), self.words(ticket, status.to(ids_TK.dtype))])
         gathered = sent.new_empty((self.num_ranks, sent.numel()))
         comm = self.early(sent.device)
-        what = f"exchange of ids of {ticket.where}"
-        early = comm.launch(what, lambda: ((gathered,), all_gather(gathered.view(-1), sent, comm.group)), keep=(sent,))
-        return early, gathered
+        found: list[SortedRoutes] = []
+
+        def exchange() -> tuple[tuple[Tensor, ...], list[Any]]:
+            works = all_gather(gathered.view(-1), sent, comm.group)
+            if self.grouped or not gathered.is_cuda or ticket.lane is None:  # or nobody reads them
+                return (gathered,), works
+            found.append(self._sort(gathered))
+            ticket.lane.host.copy_(_to_read(gathered, found[0]), non_blocking=True)
+            return (gathered, ticket.lane.host), works
+
+        early = comm.launch(f"exchange of ids of {ticket.where}", exchange, keep=(sent,))
+        if ticket.lane is not None:
+            ticket.lane.event = early.event
+        return AgrsState(early=early, gathered=gathered, routes=found[0] if found else None)
+
+    def _sort(self, gathered: Tensor) -> SortedRoutes:
+        """This rank's routes among those gathered."""
+        ids = gathered[:, :-NUM_WORDS].reshape(-1, self.config.top_k)
+        return sort_routes(self._local_ids(ids), self.num_local, kernels=self.kernels)
 
     def _announce(self, ticket: Ticket, device: torch.device, code: Fault, value: int) -> None:
         ids = torch.full((self.block, self.config.top_k), NO_ROUTE, device=device)
-        self._send_ids(ticket, ids, torch.tensor([int(code), value], device=device))[0].wait_on_host()
+        early = self._send_ids(ticket, ids, torch.tensor([int(code), value], device=device)).early
+        assert early is not None, "no ids"
+        early.wait_on_host()
 
     def _dispatch(self, ticket: Ticket) -> None:
         state: AgrsState = ticket.state
         assert state.early is not None and state.gathered is not None, "no ids"
-        state.early.wait()
-        words = state.gathered[:, -NUM_WORDS:]
-        ids = state.gathered[:, :-NUM_WORDS].reshape(-1, self.config.top_k)
-        routes = sort_routes(self._local_ids(ids), self.num_local, kernels=self.kernels)
-        counts = self._read(ticket, words, routes.counts)
-        num_rows = ids.shape[0] if self.grouped else sum(counts or ())
+        if state.routes is None:
+            state.early.wait()
+        else:
+            state.early.wait_on_host()
+        routes = self._sort(state.gathered) if state.routes is None else state.routes
+        counts = self._read(ticket, state.gathered, routes, there=state.routes is not None)
+        num_rows = self.num_ranks * self.block if self.grouped else sum(counts or ())
         transfer = GatherRows(self.row_group, self.num_ranks, self.block)
-        flight = Flight(transfer, self.comm(ids.device), f"dispatch of {ticket.where}")
+        flight = Flight(transfer, self.comm(state.gathered.device), f"dispatch of {ticket.where}", ticket.packed)
         ticket.payload = start(flight, *ticket.payload)
         host_counts = None if self.grouped else counts
         ticket.state = AgrsState(routes=routes, num_rows=num_rows, host_counts=host_counts, flight=flight)
@@ -130,17 +155,21 @@ class Agrs(Dispatcher):
             local = torch.where(column == self.rank, local, NO_ROUTE)
         return local
 
-    def _read(self, ticket: Ticket, words_R3: Tensor, counts_L: Tensor) -> tuple[int, ...] | None:
-        """Statuses and counts on the host; in the grouped form on CUDA neither, the record keeps the fault."""
-        if self.grouped and counts_L.device.type == "cuda":
-            self.faults(counts_L.device).note(words_R3[self.rank], ticket.layer, ticket.micro_batch)
+    def _read(self, ticket: Ticket, gathered: Tensor, routes: SortedRoutes, there: bool) -> tuple[int, ...] | None:
+        """Statuses and counts on the host, where they may be already.
+
+        In the grouped form on CUDA neither, the record keeps the fault.
+        """
+        if self.grouped and gathered.is_cuda:
+            words = gathered[self.rank, -NUM_WORDS:]
+            self.faults(gathered.device).note(words, ticket.layer, ticket.micro_batch)
             return None
         assert ticket.lane is not None, "no lane"
-        both = torch.cat([words_R3.reshape(-1), counts_L])
-        ticket.lane.host.copy_(both)
+        if not there:
+            ticket.lane.host.copy_(_to_read(gathered, routes))
         values = ticket.lane.host.tolist()
-        words = [values[NUM_WORDS * r : NUM_WORDS * (r + 1)] for r in range(self.num_ranks)]
-        raise_faults(words, self.rank, ticket.where, self.config.num_experts, place=ticket.place)
+        told = [values[NUM_WORDS * r : NUM_WORDS * (r + 1)] for r in range(self.num_ranks)]
+        raise_faults(told, self.rank, ticket.where, self.config.num_experts, place=ticket.place)
         return tuple(values[NUM_WORDS * self.num_ranks :])
 
     def _dispatch_postprocess(self, ticket: Ticket) -> ExpertInput:
@@ -171,12 +200,12 @@ class Agrs(Dispatcher):
     def _combine_preprocess(self, ticket: Ticket, y_NH: Tensor) -> None:
         routes: SortedRoutes = ticket.state.routes
         index = routes.row_token[: ticket.state.num_rows]
-        ticket.payload = (sum_rows(y_NH, index, routes.positions, bound=routes.bound, kernels=self.kernels),)
+        self.pack(ticket, sum_rows(y_NH, index, routes.positions, bound=routes.bound, kernels=self.kernels))
 
     def _combine(self, ticket: Ticket) -> None:
         even = [self.block] * self.num_ranks
         transfer = AllToAllRows(self.row_group, even, even, sum(even), sum(even))
-        flight = Flight(transfer, self.comm(ticket.payload[0].device), f"combine of {ticket.where}")
+        flight = Flight(transfer, self.comm(ticket.payload[0].device), f"combine of {ticket.where}", ticket.packed)
         ticket.payload = start(flight, *ticket.payload)
         ticket.state = AgrsState(flight=flight)
 
@@ -186,6 +215,11 @@ class Agrs(Dispatcher):
         owner = torch.where(token < ticket.num_tokens, token, NO_ROUTE).repeat(self.num_ranks)
         block_start = torch.arange(self.num_ranks, dtype=torch.int32, device=parts.device) * self.block
         return sum_rows(parts, owner, token[: ticket.num_tokens, None] + block_start, kernels=self.kernels)
+
+
+def _to_read(gathered: Tensor, routes: SortedRoutes) -> Tensor:
+    """Words of each rank, then this rank's counts, int64 [3 R + L]."""
+    return torch.cat([gathered[:, -NUM_WORDS:].reshape(-1), routes.counts])
 
 
 def _pad(tensor: Tensor, rows: int, value: int) -> Tensor:

@@ -79,7 +79,7 @@ class All2All(Dispatcher):
             message = count_message(routes.counts, routes.num_bad, routing, ticket.place, self.num_ranks)
         early, counts_RL = self._send_counts(ticket, message)
         ticket.state = All2AllState(routes=routes, counts_RL=counts_RL, early=early)
-        ticket.payload = gather_routes(x_TH, routing.weights, routes, kernels=self.kernels)
+        self.pack(ticket, *gather_routes(x_TH, routing.weights, routes, kernels=self.kernels))
 
     def _message(self, ticket: Ticket, counts_E: Tensor, status: Tensor) -> Tensor:
         """int64 [2, R, L + 3]: [0] what goes to each expert of each rank, and this rank's status and place."""
@@ -133,7 +133,8 @@ class All2All(Dispatcher):
         recv_RL = [row[:-NUM_WORDS] for row in received]
         send, recv = [sum(row[:-NUM_WORDS]) for row in sent], [sum(row) for row in recv_RL]
         transfer = AllToAllRows(self.row_group, send, recv, ticket.payload[0].shape[0], sum(recv))
-        state.flight = Flight(transfer, self.comm(ticket.payload[0].device), f"dispatch of {ticket.where}")
+        comm = self.comm(ticket.payload[0].device)
+        state.flight = Flight(transfer, comm, f"dispatch of {ticket.where}", ticket.packed)
         ticket.payload = start(state.flight, *ticket.payload)
         # with the rows on their way there is time for the rest
         state.early, state.send, state.recv = None, tuple(send), tuple(recv)
@@ -167,13 +168,14 @@ class All2All(Dispatcher):
         order, places = ticket.state.order, ticket.state.places
         if order is not None and places is not None:
             y_NH = gather_rows(y_NH, places, order.view(-1, 1), kernels=self.kernels)
-        ticket.payload = (y_NH,)
+        self.pack(ticket, y_NH)
 
     def _combine(self, ticket: Ticket) -> None:
         state: All2AllState = ticket.state
         num_sent, num_received = state.routes.row_token.shape[0], sum(state.recv)
         transfer = AllToAllRows(self.row_group, list(state.recv), list(state.send), num_received, num_sent)
-        state.flight = Flight(transfer, self.comm(ticket.payload[0].device), f"combine of {ticket.where}")
+        comm = self.comm(ticket.payload[0].device)
+        state.flight = Flight(transfer, comm, f"combine of {ticket.where}", ticket.packed)
         ticket.payload = start(state.flight, *ticket.payload)
         state.order = state.places = None
 

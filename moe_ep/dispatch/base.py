@@ -33,9 +33,9 @@ from ..tracing import stage_range
 from .capabilities import Capabilities, check_input, group_serves, too_many_tickets
 from .count_checks import check_counts
 from .ticket import Stage, Ticket
-from .transfer import start_call
+from .transfer import pack, start_call
 from .twin import open_twin
-from .waits import stage_waits
+from .waits import LAUNCH_AFTER_PACK, stage_waits
 
 T = TypeVar("T")
 _nothing = contextlib.nullcontext()
@@ -315,6 +315,16 @@ class Dispatcher(ABC):
     def words(self, ticket: Ticket, status: Tensor) -> Tensor:
         """A status and the ticket's place, int64 [3]: what travels to every rank along with the counts."""
         return torch.cat([status, status.new_full((1,), ticket.place)])
+
+    def pack(self, ticket: Ticket, *payload: Tensor) -> None:
+        """End of a preprocess stage: the payload for `transfer.start`, which may come much later.
+
+        Whatever a schedule puts between the two does not hold up a dispatch: it waits for what was issued up to here.
+        Without a schedule nobody knows what is in between, and the launch waits for all of it.
+        """
+        ticket.packed, ticket.payload = pack(*payload)
+        if ticket.stage is Stage.NEW and ticket.waits is not None and LAUNCH_AFTER_PACK in ticket.waits:
+            ticket.packed.mark = self.comm(payload[0].device).mark()
 
     def comm(self, device: torch.device) -> CommStream:
         """The comm stream of (device, group)."""

@@ -148,7 +148,7 @@ class DeepEP(Dispatcher):
         # with a fault nothing is routed: the library checks no ids, or traps on the device
         ids = torch.where(status[0] > 0, NO_ROUTE, routing.expert_ids).contiguous()
         ticket.state = DeepEPState(ids=_at_least_one(ids, NO_ROUTE), words=self._words(ticket, status))
-        ticket.payload = (_at_least_one(x_TH, 0), _at_least_one(routing.weights, 0))
+        self.pack(ticket, _at_least_one(x_TH, 0), _at_least_one(routing.weights, 0))
 
     def _words(self, ticket: Ticket, status: Tensor) -> Words:
         assert ticket.lane is not None, "no lane"
@@ -170,7 +170,7 @@ class DeepEP(Dispatcher):
         assert state.ids is not None and state.words is not None, "no ids"
         what = f"dispatch of {ticket.where}"
         transfer = DispatchTransfer(self.link, self.watchdog, what, state.ids, state.words)
-        flight = Flight(transfer, self.comm(self.device), what)
+        flight = Flight(transfer, self.comm(self.device), what, ticket.packed)
         ticket.payload = start(flight, *ticket.payload)
         if ticket.lane is not None:
             ticket.lane.event = state.words.event
@@ -184,6 +184,7 @@ class DeepEP(Dispatcher):
         ticket.payload = ()
         received, state.transfer.received = state.transfer.received, None
         assert received is not None, "nothing received"
+        self.comm(self.device).hold(received)
         rows = received.index()
         ticket.state = DeepEPState(handle=received.handle, rows=rows)
         counts = received.counts if rows is None else rows.counts
@@ -203,13 +204,13 @@ class DeepEP(Dispatcher):
 
     def _combine_preprocess(self, ticket: Ticket, y_NH: Tensor) -> None:
         rows: ExpertRows | None = ticket.state.rows
-        ticket.payload = (y_NH if rows is None else sum_rows(y_NH, rows.row_index, rows.positions),)
+        self.pack(ticket, y_NH if rows is None else sum_rows(y_NH, rows.row_index, rows.positions))
         ticket.state = replace(ticket.state, rows=None)
 
     def _combine(self, ticket: Ticket) -> None:
         what = f"combine of {ticket.where}"
         transfer = CombineTransfer(self.link, self.watchdog, what, ticket.state.handle)
-        flight = Flight(transfer, self.comm(self.device), what)
+        flight = Flight(transfer, self.comm(self.device), what, ticket.packed)
         ticket.payload = start(flight, *ticket.payload)
         ticket.state = DeepEPState(flight=flight)
 

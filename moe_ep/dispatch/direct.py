@@ -154,7 +154,7 @@ class Direct(Dispatcher):
         ids = routing.expert_ids.to(torch.int64).contiguous()
         trip = self._trip(ticket, ids, routing.bad_tokens)
         ticket.state = DirectState(trip=trip)
-        ticket.payload = (x_TH, routing.weights)
+        self.pack(ticket, x_TH, routing.weights)
 
     def _trip(self, ticket: Ticket, ids_TK: Tensor, bad_tokens: Tensor | None = None) -> Trip:
         return Trip(
@@ -213,7 +213,7 @@ class Direct(Dispatcher):
     def _dispatch(self, ticket: Ticket) -> None:
         state: DirectState = ticket.state
         push = Push(self._peers, state.trip, self.blocks, self.expand, self._exchange)
-        flight = Flight(push, self.comm(self._peers.device), f"dispatch of {ticket.where}")
+        flight = Flight(push, self.comm(self._peers.device), f"dispatch of {ticket.where}", ticket.packed)
         ticket.payload = start(flight, *ticket.payload)
         ticket.state = replace(state, push=push, flight=flight)
 
@@ -223,6 +223,7 @@ class Direct(Dispatcher):
         assert state.flight is not None and state.push is not None and trip.plan is not None, "no flight"
         rows, row_weights = finish(state.flight, *ticket.payload)
         received = state.push.take()
+        self.comm(self._peers.device).hold(received)
         ticket.payload, ticket.state = (), DirectState(trip=trip)
         parts = self._peers.plan_parts(trip.plan)
         return ExpertInput(
@@ -238,12 +239,12 @@ class Direct(Dispatcher):
         )
 
     def _combine_preprocess(self, ticket: Ticket, y_NH: Tensor) -> None:
-        ticket.payload = (y_NH,)
+        self.pack(ticket, y_NH)
 
     def _combine(self, ticket: Ticket) -> None:
         state: DirectState = ticket.state
         back = GiveBack(self._peers, state.trip, self.blocks)
-        flight = Flight(back, self.comm(self._peers.device), f"combine of {ticket.where}")
+        flight = Flight(back, self.comm(self._peers.device), f"combine of {ticket.where}", ticket.packed)
         ticket.payload = start(flight, *ticket.payload)
         ticket.state = replace(state, flight=flight)
 

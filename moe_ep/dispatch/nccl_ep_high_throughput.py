@@ -57,7 +57,7 @@ class HighThroughput:
         """Bind the routing beside the compute, first of all; rows and weights as the library takes them."""
         ids_TK, weights_TK = library_routes(routing, self.sizes.num_local, self.sizes.local_experts)
         self._bind(ticket, ids_TK, lambda: self.owner.status(routing))
-        ticket.payload = (self._widen(x_TH), weights_TK)
+        self.owner.pack(ticket, self._widen(x_TH), weights_TK)
 
     def announce(self, ticket: Ticket, ids_TK: Tensor, status: Tensor) -> None:
         """The calls of `dispatch_preprocess` without tokens, for a rank that fails before it."""
@@ -89,7 +89,7 @@ class HighThroughput:
         assert num_rows is not None, "neither counted nor fixed"
         what = f"dispatch of {ticket.where}"
         transfer = Dispatch(self.engine, state.lease, max(num_rows, 1), what)
-        flight = Flight(transfer, self.owner.comm(ticket.payload[0].device), what)
+        flight = Flight(transfer, self.owner.comm(ticket.payload[0].device), what, ticket.packed)
         ticket.payload = start(flight, *ticket.payload)
         ticket.state = replace(state, received=received, flight=flight, transfer=transfer)
 
@@ -105,6 +105,7 @@ class HighThroughput:
         host_counts = None if state.received is None else state.received[: self.sizes.num_local]
         routes, kernels = None, self.owner.kernels
         if state.transfer.ids is not None:
+            self.owner.comm(rows.device).hold(state.transfer.ids)
             routes = sort_routes(state.transfer.ids, self.sizes.num_local, kernels=kernels)
         ticket.state = replace(state, flight=None, transfer=None, routes=routes)
         if routes is not None:
@@ -127,14 +128,14 @@ class HighThroughput:
         if routes is not None:
             index = routes.row_token[: y_NH.shape[0]]
             y_NH = sum_rows(y_NH, index, routes.positions, bound=routes.bound, kernels=self.owner.kernels)
-        ticket.payload = (self._widen(y_NH),)
+        self.owner.pack(ticket, self._widen(y_NH))
 
     def combine(self, ticket: Ticket) -> None:
         """Launch."""
         state: HighThroughputState = ticket.state
         what = f"combine of {ticket.where}"
         transfer = Combine(self.engine, state.lease, max(ticket.num_tokens, 1), what)
-        flight = Flight(transfer, self.owner.comm(ticket.payload[0].device), what)
+        flight = Flight(transfer, self.owner.comm(ticket.payload[0].device), what, ticket.packed)
         ticket.payload = start(flight, *ticket.payload)
         ticket.state = replace(state, flight=flight, routes=None)
 

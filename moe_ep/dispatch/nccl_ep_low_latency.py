@@ -90,7 +90,7 @@ class LowLatency(LibraryGroup):
         ids_TK, weights_TK = library_routes(routing, self.sizes.num_local, self.sizes.num_local)
         self.announce(ticket, ids_TK, self.owner.status(routing))
         rows = pad(x_TH, max(x_TH.shape[0], 1), x_TH.shape[1])
-        ticket.payload = (number_rows(rows, self.sizes.low_latency_row), weights_TK.contiguous())
+        self.owner.pack(ticket, number_rows(rows, self.sizes.low_latency_row), weights_TK.contiguous())
 
     def announce(self, ticket: Ticket, ids_TK: Tensor, status: Tensor) -> None:
         """Tell the other ranks of this rank's status."""
@@ -104,6 +104,7 @@ class LowLatency(LibraryGroup):
         what = f"dispatch of {ticket.where}"
         x_TH, weights_TK = ticket.payload
         found: list[Operation] = []
+        assert ticket.packed is not None, "dispatch without pack"
 
         def send() -> tuple[tuple[Tensor, ...], list[Any]]:
             results = self._room(x_TH, weights_TK)
@@ -113,7 +114,7 @@ class LowLatency(LibraryGroup):
                 found.append(self._send_rows(what, state, x_TH, weights_TK, results))
             return results, []
 
-        sent = self.owner.comm(x_TH.device).launch(what, send, keep=(x_TH, weights_TK))
+        sent = self.owner.comm(x_TH.device).launch(what, send, (x_TH, weights_TK), ticket.packed.mark)
         ticket.payload = ()
         ticket.state = replace(state, sent=sent, operation=found[0], results=sent.results)
 

@@ -15,6 +15,7 @@ from ..load import LayoutStats, layout_stats
 if TYPE_CHECKING:
     from ..schedule import Link
     from ..streams import Lane
+    from .transfer import Packed
 
 
 class Stage(enum.IntEnum):
@@ -54,6 +55,7 @@ class Ticket:
         place: layer, micro-batch and num_micro_batches as one int, which ranks compare.
         lane: what the micro-batch borrowed; it goes back when the ticket is done, fails or dies.
         waits: of the waits between streams those that its stages make; None: all.
+        packed: of the payload, between two stages.
     """
 
     __slots__ = (
@@ -67,6 +69,7 @@ class Ticket:
         "num_rows",
         "num_tokens",
         "owner",
+        "packed",
         "payload",
         "place",
         "stage",
@@ -95,6 +98,7 @@ class Ticket:
         self.payload: tuple[Tensor, ...] = ()
         self.state: Any = None
         self.lane: Lane | None = None
+        self.packed: Packed | None = None
         self.waits = waits
         self._return_lane: Callable[[], Any] | None = None
         self._layout_args: tuple[Any, ...] | None = None
@@ -147,4 +151,4 @@ class Ticket:
         self.payload, self.state, self._layout_args = (), None, None
         if self._return_lane is not None:
             self._return_lane()
-        self.lane, self._return_lane = None, None
+        self.lane, self.packed, self._return_lane = None, None, None

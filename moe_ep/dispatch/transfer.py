@@ -1,11 +1,14 @@
-"""A communication as two autograd nodes, *start* and *finish*.
+"""A communication as three autograd nodes, *pack*, *start* and *finish*.
 
-    forward   start: launch on the comm stream     finish: wait
-    backward  finish: launch the transpose         start: wait
+    forward   pack: nothing     start: launch on the comm stream     finish: wait
+    backward  finish: launch the transpose     start: nothing        pack: wait
 
-Start is created where the communication is issued, finish where its result is needed. With one node for both, autograd
-runs the consumer of each communication's gradient right behind it and backward overlaps nothing; with two, the order of
-backward mirrors forward, and what was interleaved in forward is interleaved in backward. No hooks on foreign nodes.
+Pack is created where the payload is made, start where the communication is issued, finish where its result is needed.
+With one node for all, autograd runs the consumer of each communication's gradient right behind it and backward overlaps
+nothing; with nodes of their own, the order of backward mirrors forward, and what was interleaved in forward is
+interleaved in backward. Pack apart from start, because the host may issue other computation in between (it has counts
+to read), and autograd runs the newest node first: a start that waited would wait before that computation's backward.
+No hooks on foreign nodes.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from ..calls import Call, Kind
 from ..errors import ProtocolError
 from ..order import order_of
 from ..race import begin_late
-from ..streams import CommStream, InFlight, any_stream, is_async
+from ..streams import CommStream, InFlight, Mark, any_stream, is_async
 
 Tensors = tuple[Tensor, ...]
 # torch 2.13 renamed all_gather_into_tensor
@@ -36,7 +39,7 @@ _OPTIONS = AllToAllOptions(), AllToAllOptions()
 for _async_op, _options in enumerate(_OPTIONS):
     _options.asyncOp = bool(_async_op)
 with torch.inference_mode(False):
-    _anchor = torch.empty(0, requires_grad=True, device="cpu")  # what makes a node of every start
+    _anchor = torch.empty(0, requires_grad=True, device="cpu")  # what makes a node of every pack
 
 
 class Transfer(Protocol):
@@ -55,20 +58,50 @@ class Transfer(Protocol):
         ...
 
 
+class Packed:
+    """What `pack` knows of a payload, and where its backward finds the flight.
+
+    `flight` is set in backward alone: in forward the flight keeps the payload, which has the node of pack, which has
+    this, and Python's collector does not see such a cycle.
+
+    Attributes:
+        has_node: gradients are recorded.
+        mark: what the launch waits for; None: for all that was issued before it.
+    """
+
+    __slots__ = ("flight", "has_node", "mark")
+
+    def __init__(self, has_node: bool) -> None:
+        self.has_node = has_node
+        self.mark: Mark | None = None
+        self.flight: Flight | None = None
+
+
 class Flight:
     """One transfer of one ticket. Holds tensors only between a launch and its wait."""
 
-    def __init__(self, transfer: Transfer, comm: CommStream, what: str) -> None:
+    def __init__(self, transfer: Transfer, comm: CommStream, what: str, packed: Packed | None) -> None:
+        assert packed is not None, "start without pack"
         self.transfer = transfer
+        self.packed = packed
         self._comm = comm
         self._what = what
         self._forward: InFlight | None = None
         self._backward: InFlight | None = None
 
+    def check_packed(self) -> None:
+        """Refuse a payload without the node whose backward waits."""
+        if not self.packed.has_node:
+            raise ProtocolError(
+                f"{self._what}: gradients are recorded, but were not when the payload was packed, so backward would "
+                "lose them; run all stages of a micro-batch with gradients on, or all with gradients off"
+            )
+
     def launch_forward(self, payload: Tensors) -> Tensors:
         """Send the payload; the results are not valid yet."""
         sent = tuple(t.contiguous() for t in payload)
-        self._forward = self._comm.launch(self._what, lambda: self.transfer.forward(sent), keep=sent)
+        mark, self.packed.mark = self.packed.mark, None
+        self._forward = self._comm.launch(self._what, lambda: self.transfer.forward(sent), keep=sent, mark=mark)
         return self._forward.results
 
     def wait_forward(self) -> None:
@@ -85,25 +118,41 @@ class Flight:
 
     def wait_backward(self) -> Tensors:
         """Gradients of the payload."""
-        assert self._backward is not None, "backward of start before backward of finish"
+        assert self._backward is not None, "backward of pack before backward of finish"
         parts = self._backward.wait()
         self._backward = None
         return self.transfer.reduce(parts)
 
 
+class _Pack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, packed: Packed, anchor: Tensor, *payload: Tensor) -> Tensors:
+        ctx.set_materialize_grads(False)
+        ctx.packed = packed
+        return payload
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> tuple[Any, ...]:
+        # no gradient is handed in: start's consumer sent it away, and the answer is what came back
+        flight, ctx.packed.flight = ctx.packed.flight, None
+        assert flight is not None, "backward of pack before backward of start"
+        return (None, None, *flight.wait_backward())
+
+
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, flight: Flight, anchor: Tensor, *payload: Tensor) -> Tensors:
-        ctx.flight = flight
+    def forward(ctx: Any, flight: Flight, *payload: Tensor) -> Tensors:
+        ctx.set_materialize_grads(False)
+        ctx.flight, ctx.num_sent = flight, len(payload)
         # Autograd hangs its node, which owns this flight, on the tensors returned. Were they the ones that the works in
         # flight hold, nobody could ever free a ticket abandoned here: Python's collector does not see that cycle.
         return tuple(t.detach() for t in flight.launch_forward(payload))
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
-        # the gradients handed in are what finish sent away; the answer is what came back
+    def backward(ctx: Any, *_: Tensor) -> tuple[None, ...]:
         refuse_second_derivatives()
-        return (None, None, *ctx.flight.wait_backward())
+        ctx.flight.packed.flight = ctx.flight
+        return (None,) * (1 + ctx.num_sent)
 
 
 class _Finish(torch.autograd.Function):
@@ -129,15 +178,28 @@ def refuse_second_derivatives() -> None:
         )
 
 
-def start(flight: Flight, *payload: Tensor) -> Tensors:
-    """Launch; the returned tensors are not valid before `finish`.
+def pack(*payload: Tensor) -> tuple[Packed, Tensors]:
+    """What is to be sent, for `start`, and what its `Flight` has to know.
 
-    Where gradients are recorded at all, both nodes exist whatever the payload asks for: whether this rank's x needs a
+    Where gradients are recorded at all, all nodes exist whatever the payload asks for: whether this rank's x needs a
     gradient is a local matter, and a backward that ran on some ranks only would leave the others waiting.
+    """
+    packed = Packed(has_node=torch.is_grad_enabled())
+    if not packed.has_node:
+        return packed, payload
+    return packed, _Pack.apply(packed, _anchor, *payload)
+
+
+def start(flight: Flight, *payload: Tensor) -> Tensors:
+    """Launch what `pack` gave; the returned tensors are not valid before `finish`.
+
+    Raises:
+        ProtocolError: gradients are recorded here, but were not in `pack`.
     """
     if not torch.is_grad_enabled():
         return flight.launch_forward(payload)
-    started: Tensors = _Start.apply(flight, _anchor, *payload)
+    flight.check_packed()
+    started: Tensors = _Start.apply(flight, *payload)
     return started
 
 

@@ -9,10 +9,11 @@ from ..schedule import Kind, Link
 from ..streams import making
 from .ticket import Stage, Ticket
 
+LAUNCH_AFTER_PACK = Link(Kind.DISPATCH, Kind.PACK)
 # of what a stage launches for what the caller has issued, and of the stage for what was launched before
 _WAITS: dict[Stage, tuple[Link | None, Link | None]] = {
     Stage.DISPATCH_PREPROCESS: (Link(Kind.COUNTS, Kind.ROUTE), None),
-    Stage.DISPATCH: (Link(Kind.DISPATCH, Kind.PACK), Link(Kind.READ, Kind.COUNTS)),
+    Stage.DISPATCH: (LAUNCH_AFTER_PACK, Link(Kind.READ, Kind.COUNTS)),
     Stage.DISPATCH_POSTPROCESS: (None, Link(Kind.EXPERTS, Kind.DISPATCH)),
     Stage.COMBINE: (Link(Kind.COMBINE, Kind.EXPERTS), None),
     Stage.COMBINE_POSTPROCESS: (None, Link(Kind.RESOLVE, Kind.COMBINE)),

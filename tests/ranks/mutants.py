@@ -134,7 +134,7 @@ class SwapsTwoReturnedRows(All2All):
 @mutant("uniform/R4", "y is wrong")
 class ReturnsRowsInTheOrderOfTheExperts(All2All):
     def _combine_preprocess(self, ticket: Ticket, y_NH: Tensor) -> None:
-        ticket.payload = (y_NH,)
+        self.pack(ticket, y_NH)
 
 
 @mutant("uniform/R2", "does not repeat bit for bit")
@@ -240,12 +240,13 @@ class ScalesGradientsByTheNumberOfRanks(All2All):
 
 @mutant("one-local-one-remote-expert/R2", "d x is wrong")
 class KeepsOnlyTheLocalGradientOfX(All2All):
-    def _dispatch_preprocess(self, ticket: Ticket, x_TH: Tensor, routing: Routing) -> None:
-        super()._dispatch_preprocess(ticket, x_TH, routing)
-        rows, *others = ticket.payload
-        expert = routing.expert_ids.reshape(-1).sort(stable=True).values
-        is_local = (expert // self.num_local == self.rank)[:, None]
-        ticket.payload = (torch.where(is_local, rows, rows.detach()), *others)
+    def pack(self, ticket: Ticket, *payload: Tensor) -> None:
+        if ticket.stage == 0:
+            rows, *others = payload
+            expert = ticket.expert_ids.reshape(-1).sort(stable=True).values
+            is_local = (expert // self.num_local == self.rank)[:, None]
+            payload = (torch.where(is_local, rows, rows.detach()), *others)
+        super().pack(ticket, *payload)
 
 
 @mutant("no-routes-on-a-rank/R2", "y is wrong")

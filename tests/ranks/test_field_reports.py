@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from moe_ep import InputError, MoEConfig, MoELayer, PeerError
 from moe_ep.consistency import check_copies
-from moe_ep.dispatch.transfer import AllToAllRows, Flight, finish, start
+from moe_ep.dispatch.transfer import AllToAllRows, Flight, finish, pack, start
 from moe_ep.gradients import global_norm
 from moe_ep.recompute import recompute_context_fn
 from moe_ep.streams import comm_stream
@@ -335,8 +335,9 @@ def uneven_splits(group: dist.ProcessGroup, rank: int, table: list[list[int]]) -
     """table[r] is what rank r sends to each rank, values 100 * sender + row; forward and backward, all in flight."""
     send, recv = table[rank], [row[rank] for row in table]
     x = (100.0 * rank + torch.arange(sum(send)))[:, None].repeat(1, 2).requires_grad_()
-    flight = Flight(AllToAllRows(group, send, recv, sum(send), sum(recv)), comm_stream(CPU, group), "probe")
-    (got,) = finish(flight, *start(flight, x))
+    packed, payload = pack(x)
+    flight = Flight(AllToAllRows(group, send, recv, sum(send), sum(recv)), comm_stream(CPU, group), "probe", packed)
+    (got,) = finish(flight, *start(flight, *payload))
     (got * (rank + 1)).sum().backward()
     receiver = torch.repeat_interleave(torch.arange(len(send)), torch.tensor(send))
     assert torch.equal(x.grad, (receiver + 1.0)[:, None].expand(-1, 2))

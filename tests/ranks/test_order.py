@@ -27,7 +27,7 @@ from moe_ep import (
 )  # fmt: skip
 from moe_ep.debug import debug
 from moe_ep.dispatch.all2all import All2All
-from moe_ep.dispatch.transfer import AllToAllRows, Flight, start
+from moe_ep.dispatch.transfer import AllToAllRows, Flight, pack, start
 from moe_ep.order import RING, order_of
 from moe_ep.permute import ExpertInput
 from moe_ep.schedule import Kind, Schedule, schedule
@@ -237,9 +237,11 @@ def body_splits(group: dist.ProcessGroup, rank: int) -> str:
             DispatchConfig(name="all2all", num_experts=2, top_k=1, hidden_size=4, max_tokens=4), group
         )
         send = [1, 2] if rank == 0 else [1, 1]
-        flight = Flight(AllToAllRows(group, send, [1, 1], sum(send), 2), dispatcher.comm(CPU), "dispatch of layer 7")
+        packed, payload = pack(torch.ones(sum(send), 4))
+        transfer = AllToAllRows(group, send, [1, 1], sum(send), 2)
+        flight = Flight(transfer, dispatcher.comm(CPU), "dispatch of layer 7", packed)
         with pytest.raises(PeerError) as err:
-            start(flight, torch.ones(sum(send), 4))
+            start(flight, *payload)
         return str(err.value)
 
 

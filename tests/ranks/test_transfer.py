@@ -1,4 +1,4 @@
-"""Start and finish nodes: what is launched when, in forward and in backward, and that a launch does not wait."""
+"""Pack, start and finish nodes: what is launched when, in forward and in backward, and that a launch does not wait."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_ep.dispatch.transfer import AllToAllRows, Flight, GatherRows, finish, start
-from moe_ep.errors import PeerError
+from moe_ep.dispatch.transfer import AllToAllRows, Flight, GatherRows, finish, pack, start
+from moe_ep.errors import PeerError, ProtocolError
 from moe_ep.streams import InFlight, comm_stream
 from moe_ep.testing.ranks import RankPool
 
@@ -51,10 +51,15 @@ class Note(torch.autograd.Function):
 
 
 def without_gradients(group: dist.ProcessGroup, rank: int) -> tuple[list[float], bool]:
-    flight = Flight(AllToAllRows(group, [1, 1], [1, 1], 2, 2), comm_stream(torch.device("cpu"), group), "D0")
+    comm = comm_stream(torch.device("cpu"), group)
     x = torch.tensor([[10.0 * rank], [10.0 * rank + 1]], requires_grad=True)
     with torch.no_grad():
-        (received,) = finish(flight, *start(flight, x))
+        packed, payload = pack(x)
+        assert payload[0] is x
+        flight = Flight(AllToAllRows(group, [1, 1], [1, 1], 2, 2), comm, "D0", packed)
+        (received,) = finish(flight, *start(flight, *payload))
+    with pytest.raises(ProtocolError, match="D0: gradients are recorded, but were not when the payload was packed"):
+        start(Flight(flight.transfer, comm, "D0", packed), *payload)
     return received.view(-1).tolist(), received.requires_grad
 
 
@@ -62,31 +67,46 @@ def test_without_gradients_rows_travel_and_no_node_is_made(pool: RankPool) -> No
     assert pool.run(without_gradients) == [([0.0, 10.0], False), ([1.0, 11.0], False)]
 
 
-def two_micro_batches(group: dist.ProcessGroup, rank: int) -> list[str]:
+def two_micro_batches(group: dist.ProcessGroup, rank: int, late: bool) -> list[str]:
     log: list[str] = []
     comm = comm_stream(torch.device("cpu"), group)
     leaves = [torch.ones(4, 3, requires_grad=True) for _ in range(2)]
-    flights = [Flight(Recorder(group, f"D{i}", log), comm, f"D{i}") for i in range(2)]
-    sent = [start(flights[i], Note.apply(leaves[i], f"A{i}", log)) for i in range(2)]
+    flights, sent = [], list[Any]()
+
+    def launch(packed: Any, payload: Any) -> None:
+        flights.append(Flight(Recorder(group, f"D{len(flights)}", log), comm, f"D{len(flights)}", packed))
+        sent.append(start(flights[-1], *(t.view_as(t) for t in payload)))
+
+    waiting = list[Any]()
+    for i in range(2):
+        a = Note.apply(leaves[i], f"A{i}", log)
+        if late and waiting:
+            launch(*waiting.pop())
+        waiting.append(pack(a))
+        if not late:
+            launch(*waiting.pop())
+    if late:
+        launch(*waiting.pop())
     outs = [Note.apply(finish(flights[i], *sent[i])[0], f"E{i}", log) for i in range(2)]
     sum((o * (i + 1)).sum() for i, o in enumerate(outs)).backward()
     assert all(torch.equal(leaf.grad, torch.full((4, 3), i + 1.0)) for i, leaf in enumerate(leaves))
     return log
 
 
-def test_backward_interleaves_as_forward_did(pool: RankPool) -> None:
-    for log in pool.run(two_micro_batches):
-        assert log == [
-            "A0", "launch D0", "A1", "launch D1", "E0", "E1",
-            "dE1", "launch dD1", "dE0", "launch dD0", "dA1", "dA0",
-        ]  # fmt: skip
+@pytest.mark.parametrize("late", [False, True])
+def test_backward_interleaves_as_forward_did(pool: RankPool, late: bool) -> None:
+    """Also where the launch comes behind the next computation, and the payload has been through a view by then."""
+    forward = ["A0", "A1", "launch D0"] if late else ["A0", "launch D0", "A1"]
+    for log in pool.run(two_micro_batches, late):
+        assert log == [*forward, "launch D1", "E0", "E1", "dE1", "launch dD1", "dE0", "launch dD0", "dA1", "dA0"]
 
 
 def rows_of_all_ranks(group: dist.ProcessGroup, rank: int) -> None:
     comm = comm_stream(torch.device("cpu"), group)
     x = (torch.arange(6.0).view(3, 2) + 10 * rank).requires_grad_()
-    flight = Flight(GatherRows(group, 2, 3), comm, "gather")
-    (rows,) = finish(flight, *start(flight, x))
+    packed, payload = pack(x)
+    flight = Flight(GatherRows(group, 2, 3), comm, "gather", packed)
+    (rows,) = finish(flight, *start(flight, *payload))
     want = torch.cat([torch.arange(6.0).view(3, 2), torch.arange(6.0).view(3, 2) + 10])
     assert torch.equal(rows, want)
     (rows * (rank + 1)).sum().backward()
@@ -102,8 +122,9 @@ def launch_is_asynchronous(group: dist.ProcessGroup, rank: int) -> bool:
     comm = comm_stream(torch.device("cpu"), group)
     if rank == 1:
         dist.recv(torch.zeros(1), src=0, group=group)  # rank 0 gets here only if its launch returned
-    flight = Flight(AllToAllRows(group, [1, 1], [1, 1], 2, 2), comm, "probe")
-    sent = start(flight, torch.ones(2, 4))
+    packed, payload = pack(torch.ones(2, 4))
+    flight = Flight(AllToAllRows(group, [1, 1], [1, 1], 2, 2), comm, "probe", packed)
+    sent = start(flight, *payload)
     if rank == 0:
         dist.send(torch.zeros(1), dst=1, group=group)
     (got,) = finish(flight, *sent)
