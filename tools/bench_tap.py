@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from moe_ep.errors import Unavailable
-from moe_ep.streams import CommStream, InFlight, Launch
+from moe_ep.streams import CommStream, InFlight, Launch, Mark
 
 _COUNTS = "exchange of "
 Form = tuple[tuple[int, ...], torch.dtype]
@@ -41,13 +41,21 @@ class TappedComm(CommStream):
         self._held_back: list[tuple[str, Launch, Sequence[Any]]] = []
         self._stock: dict[torch.dtype, Tensor] = {}
 
-    def launch(self, what: str, fn: Launch, keep: Sequence[Any] = ()) -> InFlight:
+    def mark(self) -> Mark | None:
+        """See CommStream."""
+        return self._real.mark()
+
+    def hold(self, what: object) -> None:
+        """See CommStream."""
+        self._real.hold(what)
+
+    def launch(self, what: str, fn: Launch, keep: Sequence[Any] = (), mark: Mark | None = None) -> InFlight:
         """See CommStream."""
         if self._silent and not what.startswith(_COUNTS):
             if self._keeping:
                 self._held_back.append((what, fn, keep))
             return InFlight(what, self._stand_in(what), [], None, keep)
-        flight = self._real.launch(what, fn, keep)
+        flight = self._real.launch(what, fn, keep, mark)
         if self.noting:
             self._forms[self.iteration, what] = [(tuple(t.shape), t.dtype) for t in flight.results]
         return flight

@@ -99,9 +99,9 @@ class Flight:
 
     def launch_forward(self, payload: Tensors) -> Tensors:
         """Send the payload; the results are not valid yet."""
-        sent = tuple(t.contiguous() for t in payload)
+        assert all(t.is_contiguous() for t in payload), "a copy made now would be behind the mark"
         mark, self.packed.mark = self.packed.mark, None
-        self._forward = self._comm.launch(self._what, lambda: self.transfer.forward(sent), keep=sent, mark=mark)
+        self._forward = self._comm.launch(self._what, lambda: self.transfer.forward(payload), keep=payload, mark=mark)
         return self._forward.results
 
     def wait_forward(self) -> None:
@@ -184,6 +184,7 @@ def pack(*payload: Tensor) -> tuple[Packed, Tensors]:
     Where gradients are recorded at all, all nodes exist whatever the payload asks for: whether this rank's x needs a
     gradient is a local matter, and a backward that ran on some ranks only would leave the others waiting.
     """
+    payload = tuple(t.contiguous() for t in payload)
     packed = Packed(has_node=torch.is_grad_enabled())
     if not packed.has_node:
         return packed, payload

@@ -24,7 +24,7 @@ LONGEST_S = 0.2
 MARGIN_S = 0.03
 LATE_S = 0.1
 AT_LAUNCH = {("counts", "route"), ("dispatch", "pack"), ("combine", "experts")}
-WAITS = necessary_waits(2)
+WAITS = necessary_waits(2, host_ahead=True)
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +45,8 @@ def telling_seed() -> int:
     """A seed under which rows come later than what the host does meanwhile.
 
     Rows and counts have a stream each, both with the delays of this sequence, two a launch (before and behind): rows
-    D0 D1 C0 C1, counts c0 c1. The host reads c1 before it issues E0, so D0 has to be later than that; each of the
-    others has to come a while behind the one before it. The later rank holds up both.
+    D0 D1 C0 C1, counts c0 c1. The host reads c1 once it has issued E0, and nothing behind it; D0 is later than that
+    all the same, and each of the others comes a while behind the one before it. The later rank holds up both.
     """
     for seed in count(1):
         ranks = [Race(seed, rank) for rank in range(2)]

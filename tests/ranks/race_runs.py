@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from moe_ep import DominoStack, race
+from moe_ep import DominoStack, domino, race
 from moe_ep.debug import debug
 from moe_ep.schedule import Key, Schedule, Step, schedule, stack
 from moe_ep.schedule_check import check
@@ -28,10 +28,17 @@ def without(steps: tuple[Step, ...], place: int, wait: Key) -> tuple[Step, ...]:
     return *steps[:place], replace(step, waits=tuple(w for w in step.waits if w != wait)), *steps[place + 1 :]
 
 
-def necessary_waits(num: int) -> list[tuple[str, str, int]]:
+@contextlib.contextmanager
+def host_ahead(ahead: bool) -> Iterator[None]:
+    """Layers run the order of a host that runs ahead, or that of one that computes itself, whatever the device."""
+    with mock.patch.object(domino, "_host_runs_ahead", lambda x: ahead):
+        yield
+
+
+def necessary_waits(num: int, *, host_ahead: bool = False) -> list[tuple[str, str, int]]:
     """(who waits, for whom, micro-batch) of every wait of a layer's forward whose removal the checker finds."""
     found = []
-    layers = stack([schedule(num)] * 2)
+    layers = stack([schedule(num, host_ahead=host_ahead)] * 2)
     for place, step in enumerate(layers):
         for wait in step.waits:
             if step.key.layer == 1 and check(without(layers, place, wait)):  # layer 1: resolves wait there, too

@@ -17,6 +17,7 @@ from moe_ep import DominoStack, Routing, Ticket, moe_layers
 from moe_ep.recompute import recompute_context_fn
 from moe_ep.schedule import Kind, Step, Stream, schedule, stack, transpose
 from moe_ep.testing.ranks import RankPool
+from tests.ranks.race_runs import host_ahead
 from tests.ranks.small_stack import inputs, loads, loss_of, masks, recorded, same, small_stack
 
 GROUPED = dict(dispatcher="agrs", router="grouped", num_groups=2, top_k=2)
@@ -91,7 +92,9 @@ def descending_sum(parts: Sequence[Tensor]) -> Tensor:
 
 
 def body_equal(group: dist.ProcessGroup, rank: int, changes: dict[str, Any], num: int) -> None:
-    compare(small_stack(group, changes), rank, num)
+    for ahead in (False, True):
+        with host_ahead(ahead):
+            compare(small_stack(group, changes), rank, num)
 
 
 @pytest.mark.parametrize("num", [1, 2, 3, 4])
@@ -112,6 +115,8 @@ def body_no_grad(group: dist.ProcessGroup, rank: int, num: int) -> None:
     with torch.no_grad():
         alone = [model([x])[0][0] for x in xs]
         ys, _ = model(xs)
+        with host_ahead(True):
+            same(model(xs)[0], alone, "outputs where the host runs ahead")
     same(ys, alone, "outputs under no_grad")
     assert not any(y.requires_grad for y in ys)
     assert loads(model).sum() == 0, "evaluation counts nothing"
@@ -139,10 +144,10 @@ def told(steps: Sequence[Step]) -> list[str]:
     return notes
 
 
-def body_order(group: dist.ProcessGroup, rank: int, num: int) -> tuple[list[str], list[str]]:
+def body_order(group: dist.ProcessGroup, rank: int, num: int, ahead: bool) -> tuple[list[str], list[str]]:
     model = small_stack(group, dense=(False, False, True, False, False))
     xs = inputs(rank, num)
-    with recorded(model) as log:
+    with recorded(model) as log, host_ahead(ahead):
         _, losses, _ = together(model, xs)
         forward = log[:]
         log.clear()
@@ -150,18 +155,24 @@ def body_order(group: dist.ProcessGroup, rank: int, num: int) -> tuple[list[str]
         return forward, log[:]
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("num", [1, 2, 3, 4])
-def test_the_recorded_order_is_the_schedule_both_ways(pool: RankPool, num: int) -> None:
-    steps = stack([schedule(num, dense=dense) for dense in (False, False, True, False, False)])
+def test_the_recorded_order_is_the_schedule_both_ways(pool: RankPool, num: int, ahead: bool) -> None:
+    """Forward as the host issues it; backward is one order for both."""
+    dense = (False, False, True, False, False)
+    steps = stack([schedule(num, dense=each, host_ahead=ahead) for each in dense])
     bare = "shared 4."  # the last layer has no shared experts, so nothing is noted there
     forward = [line for line in told(steps) if not line.startswith(bare)]
-    backward = [line for line in told(transpose(steps)) if not line.startswith(f"d{bare}")]
+    soon = stack([schedule(num, dense=each) for each in dense])
+    backward = [line for line in told(transpose(soon)) if not line.startswith(f"d{bare}")]
     assert len(forward) > 20 * num
-    for got in pool.run(body_order, num):
+    for got in pool.run(body_order, num, ahead):
         assert got == (forward, backward)
 
 
-def body_recompute(group: dist.ProcessGroup, rank: int, num: int, attention: bool, early_stop: bool) -> list[int]:
+def body_recompute(
+    group: dist.ProcessGroup, rank: int, num: int, attention: bool, early_stop: bool, ahead: bool
+) -> list[int]:
     """Launches of (counts and dispatch, combine) in forward and in backward."""
     model = small_stack(group)
     region = functools.partial(checkpoint, use_reentrant=False, context_fn=recompute_context_fn)
@@ -171,7 +182,7 @@ def body_recompute(group: dist.ProcessGroup, rank: int, num: int, attention: boo
         for layer in model.layers:
             layer.recompute_in(region, attention=attention)  # type: ignore[operator]
         xs = inputs(rank, num)
-        with recorded(model) as log:
+        with recorded(model) as log, host_ahead(ahead):
             outputs, losses, counted = together(model, xs)
             torch.stack(losses).sum().backward()
             notes = log[:]
@@ -185,11 +196,11 @@ def body_recompute(group: dist.ProcessGroup, rank: int, num: int, attention: boo
 
 @pytest.mark.parametrize("early_stop", [True, False])
 @pytest.mark.parametrize("attention", [True, False])
-@pytest.mark.parametrize("num", [1, 2, 3])
+@pytest.mark.parametrize(("num", "ahead"), [(1, False), (2, False), (2, True), (3, False), (3, True)])
 def test_recompute_changes_nothing_and_combines_once(
-    pool: RankPool, num: int, attention: bool, early_stop: bool
+    pool: RankPool, num: int, ahead: bool, attention: bool, early_stop: bool
 ) -> None:
-    for launches in pool.run(body_recompute, num, attention, early_stop):
+    for launches in pool.run(body_recompute, num, attention, early_stop, ahead):
         assert launches == [2 * 2 * num, 2 * num, 2 * num], "two layers with experts; dispatch again, combine not"
 
 

@@ -32,7 +32,7 @@ from moe_ep.order import RING, order_of
 from moe_ep.permute import ExpertInput
 from moe_ep.schedule import Kind, Schedule, schedule
 from moe_ep.testing.ranks import RankPool
-from tests.ranks.race_runs import run_both_ways
+from tests.ranks.race_runs import host_ahead, run_both_ways
 from tests.ranks.small_stack import inputs, loss_of, small_stack
 
 CPU = torch.device("cpu")
@@ -57,8 +57,13 @@ def checking(group: dist.ProcessGroup) -> Iterator[io.StringIO]:
             close_dispatchers(group)
 
 
-def body_right(group: dist.ProcessGroup, rank: int, dispatcher: str) -> list[str]:
+def body_right(group: dist.ProcessGroup, rank: int, dispatcher: str, ahead: bool = False) -> list[str]:
     """The same bits; what was noted."""
+    with host_ahead(ahead):
+        return run_right(group, rank, dispatcher)
+
+
+def run_right(group: dist.ProcessGroup, rank: int, dispatcher: str) -> list[str]:
     want = run_both_ways(small_stack(group, {"dispatcher": dispatcher}), rank, 2, CPU)
     with checking(group) as said:
         model = small_stack(group, {"dispatcher": dispatcher}, dense=(False,))
@@ -76,8 +81,10 @@ def body_right(group: dist.ProcessGroup, rank: int, dispatcher: str) -> list[str
     return lines
 
 
-def test_a_run_in_order_is_noted_and_not_changed(pool: RankPool) -> None:
-    for rank, lines in enumerate(pool.run(body_right, "all2all")):
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_run_in_order_is_noted_and_not_changed(pool: RankPool, ahead: bool) -> None:
+    """One order of communication, whatever the host issues in between."""
+    for rank, lines in enumerate(pool.run(body_right, "all2all", ahead)):
         assert [line.split(" [")[0] for line in lines] == [
             f"{number}: {what} of layer 0, micro-batch {i}"
             for number, (what, i) in enumerate([

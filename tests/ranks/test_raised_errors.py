@@ -26,6 +26,7 @@ from moe_ep.alarm import raise_on_all_ranks
 from moe_ep.recompute import recompute_context_fn
 from moe_ep.settlement import Settlement
 from moe_ep.testing.ranks import RankPool, run_ranks
+from tests.ranks.race_runs import host_ahead
 from tests.ranks.small_stack import MOE, H, inputs, loss_of, same, small_stack
 
 BOUND_S = 5.0  # beyond the point where the others wait; the group's timeout is ten times that, and more
@@ -139,6 +140,16 @@ def body_cases(group: dist.ProcessGroup, rank: int, chosen: list[Case]) -> None:
 @pytest.mark.parametrize("dispatcher", ["all2all", "agrs"])
 def test_every_rank_raises_and_the_next_step_is_as_if_new(pool: RankPool, dispatcher: str) -> None:
     pool.run(body_cases, [Case(dispatcher, 2, 1, 0, False), Case(dispatcher, 2, 2, 1, True)], num_ranks=2)
+
+
+def body_ahead(group: dist.ProcessGroup, rank: int, chosen: list[Case]) -> None:
+    with host_ahead(True):
+        body_cases(group, rank, chosen)
+
+
+def test_so_they_do_where_the_host_runs_ahead(pool: RankPool) -> None:
+    """The others launch the last dispatch, which the failing rank has not launched, and wait for it."""
+    pool.run(body_ahead, [Case("all2all", 2, 1, 0, False), Case("all2all", 2, 2, 1, True)], num_ranks=2)
 
 
 @pytest.mark.slow

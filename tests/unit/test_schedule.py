@@ -22,11 +22,26 @@ def text(steps: Sequence[Step], *streams: Stream) -> str:
     return " ".join(SHORT[s.key.kind] + str(s.key.micro_batch) for s in steps if not streams or s.stream in streams)
 
 
+def forward_of(
+    num: int,
+    outside: tuple[Kind, ...] = (),
+    dense: tuple[bool, ...] = (False, False, True, False),
+    *,
+    host_ahead: bool = False,
+) -> tuple[Step, ...]:
+    """A stack whose lanes are used again and whose third layer is dense."""
+    return stack([schedule(num, dense=d, outside=outside, host_ahead=host_ahead) for d in dense])
+
+
 def both_ways(
-    num: int, outside: tuple[Kind, ...] = (), dense: tuple[bool, ...] = (False, False, True, False)
+    num: int,
+    outside: tuple[Kind, ...] = (),
+    dense: tuple[bool, ...] = (False, False, True, False),
+    *,
+    host_ahead: bool = False,
 ) -> list[Step]:
-    """Forward and backward of a stack whose lanes are used again and whose third layer is dense."""
-    forward = stack([schedule(num, dense=d, outside=outside) for d in dense])
+    """Forward and backward of it."""
+    forward = forward_of(num, outside, dense, host_ahead=host_ahead)
     return [*forward, *transpose(forward)]
 
 
@@ -57,6 +72,33 @@ def test_the_order_of_one_three_and_four_micro_batches() -> None:
         assert text(transpose(forward)) == " ".join(f"{k}{i}" for loop in want for i in descending for k in loop)
 
 
+def test_the_order_where_the_host_runs_ahead() -> None:
+    late = {num: text(schedule(num, host_ahead=True).steps) for num in (1, 2, 3, 4)}
+    assert late == {
+        1: "x0 A0 R0 c0 p0 r0 D0 E0 C0 S0",
+        2: "x0 A0 R0 c0 p0 x1 A1 r0 D0 R1 c1 p1 E0 r1 D1 C0 E1 C1 S0 S1",
+        3: "x0 A0 R0 c0 p0 x1 A1 r0 D0 R1 c1 p1 x2 A2 r1 D1 R2 c2 p2 E0 r2 D2 C0 E1 C1 E2 C2 S0 S1 S2",
+        4: "x0 A0 R0 c0 p0 x1 A1 r0 D0 R1 c1 p1 x2 A2 r1 D1 R2 c2 p2 x3 A3 r2 D2 R3 c3 p3 "
+        "E0 r3 D3 C0 E1 C1 E2 C2 E3 C3 S0 S1 S2 S3",
+    }
+    assert schedule(2, dense=True, host_ahead=True) == schedule(2, dense=True)
+    far = text(schedule(2, outside=FAR, host_ahead=True).steps)
+    assert far == "x0 A0 x1 A1 R0 c0 p0 R1 c1 p1 r0 D0 E0 r1 D1 C0 E1 C1 S0 S1"
+    near = text(schedule(2, outside=FAR[:1], host_ahead=True).steps)
+    assert near == "x0 x1 A0 R0 c0 p0 A1 r0 D0 R1 c1 p1 E0 r1 D1 C0 E1 C1 S0 S1"
+
+
+@pytest.mark.parametrize("num", [1, 2, 3, 4])
+@pytest.mark.parametrize("outside", [(), FAR[:1], FAR])
+def test_streams_do_the_same_wherever_the_host_is(num: int, outside: tuple[Kind, ...]) -> None:
+    """The order on each stream and the backward are those of reading at once."""
+    late, soon = (forward_of(num, outside, host_ahead=ahead) for ahead in (True, False))
+    for stream in (Stream.COMPUTE, Stream.COMM, Stream.SIDE, Stream.HOST):
+        assert text(late, stream) == text(soon, stream)
+    assert transpose(late) == transpose(soon)
+    assert {(s.key, s.waits) for s in late} == {(s.key, s.waits) for s in soon}
+
+
 def test_a_dense_layer_runs_each_micro_batch_through_and_outside_steps_come_first() -> None:
     assert text(schedule(2, dense=True).steps) == "x0 A0 S0 x1 A1 S1"
     outside = schedule(2, outside=FAR)
@@ -80,10 +122,11 @@ def test_waits_cross_streams_and_layers() -> None:
 
 @pytest.mark.parametrize("num", [1, 2, 3, 4])
 @pytest.mark.parametrize("outside", [(), FAR[:1], FAR])
-def test_no_schedule_has_a_race(num: int, outside: tuple[Kind, ...]) -> None:
-    steps = both_ways(num, outside)
+@pytest.mark.parametrize("host_ahead", [False, True])
+def test_no_schedule_has_a_race(num: int, outside: tuple[Kind, ...], host_ahead: bool) -> None:
+    steps = both_ways(num, outside, host_ahead=host_ahead)
     assert check(steps, steps, steps) == []
-    assert check(stack([schedule(num, outside=outside)] * 3)) == [], "forward alone"
+    assert check(forward_of(num, outside, (False,) * 3, host_ahead=host_ahead)) == [], "forward alone"
     assert check(on_comm_stream(steps), on_comm_stream(steps)) == []
 
 
@@ -100,8 +143,29 @@ def redundant(steps: Sequence[Step]) -> set[str]:
 
 
 @pytest.mark.parametrize("num", [1, 2, 3, 4])
-def test_every_removed_wait_is_found(num: int) -> None:
-    assert redundant(both_ways(num)) == set()
+@pytest.mark.parametrize("host_ahead", [False, True])
+def test_every_removed_wait_is_found(num: int, host_ahead: bool) -> None:
+    assert redundant(both_ways(num, host_ahead=host_ahead)) == set()
+    assert redundant(forward_of(num, host_ahead=host_ahead)) == set(), "forward alone"
+
+
+@pytest.mark.parametrize("num", [1, 2, 3, 4])
+@pytest.mark.parametrize("outside", [(), FAR[:1], FAR])
+def test_memory_that_is_not_held_is_found(num: int, outside: tuple[Kind, ...]) -> None:
+    """A dispatch that does not wait for what was issued before it must not be given what that reads."""
+    steps = forward_of(num, outside, host_ahead=True)
+    held = 0
+    for place, step in enumerate(steps):
+        for value in step.holds:
+            mutant = list(steps)
+            mutant[place] = replace(step, holds=tuple(v for v in step.holds if v != value))
+            (line,) = check(mutant)
+            assert line.startswith(f"{step.key} may be handed the memory of {value.name} {value.micro_batch} of layer")
+            held += 1
+    rows = 2 * 3 * (num > 1)  # what the experts of micro-batch 0 read, in each layer with experts
+    results = 0 if outside else num - 1  # what micro-batches but the first resolve in layer 1, of layer 0
+    assert held == rows + results
+    assert not any(step.holds for step in forward_of(num, outside)), "a dispatch issued at once waits for all"
 
 
 ON_COMM_STREAM = {
@@ -121,6 +185,14 @@ def test_waits_that_counts_on_the_comm_stream_make_redundant(num: int) -> None:
     """The host reads counts that stand in line behind an earlier micro-batch's rows: it has waited for them by then."""
     want = {line.format(n=n) for line in ON_COMM_STREAM[num] for n in (0, 1, 3)}
     assert redundant(on_comm_stream(both_ways(num))) == want
+
+
+def test_with_the_host_ahead_only_later_counts_make_waits_redundant() -> None:
+    """Experts of micro-batch 0 are issued before the last counts are read."""
+    late = {num: redundant(on_comm_stream(both_ways(num, host_ahead=True))) for num in (1, 2, 3)}
+    assert late[1] == late[2] == set()
+    want = [*ON_COMM_STREAM[3][:2], ON_COMM_STREAM[3][3]]
+    assert late[3] == {line.format(n=n) for line in want for n in (0, 1, 3)}
 
 
 def place_of(steps: Sequence[Step], kind: Kind, micro_batch: int, layer: int, backward: bool = False) -> int:
