@@ -56,7 +56,8 @@ class EqualBlocks(Dispatcher):
         token_S, route_S = self._slots(slots_TK)
         early, counts_RL = self._send_counts(ticket, routes.counts, self.status(routing))
         ticket.state = State(slots_TK=slots_TK.int(), token_S=token_S, early=early, counts_RL=counts_RL)
-        ticket.payload = (
+        self.pack(
+            ticket,
             gather_rows(x_TH, token_S, slots_TK.int()),
             gather_rows(routing.weights.reshape(-1), route_S, slots_TK.int().reshape(-1, 1)),
         )
@@ -102,7 +103,7 @@ class EqualBlocks(Dispatcher):
     def _launch(self, ticket: Ticket, what: str) -> tuple[tuple[Tensor, ...], Flight]:
         even = [self.block] * self.num_ranks
         transfer = AllToAllRows(self.group, even, even, sum(even), sum(even))
-        flight = Flight(transfer, self.comm(ticket.payload[0].device), f"{what} of {ticket.where}")
+        flight = Flight(transfer, self.comm(ticket.payload[0].device), f"{what} of {ticket.where}", ticket.packed)
         return start(flight, *ticket.payload), flight
 
     def _dispatch_postprocess(self, ticket: Ticket) -> ExpertInput:
@@ -138,7 +139,7 @@ class EqualBlocks(Dispatcher):
     def _combine_preprocess(self, ticket: Ticket, y_NH: Tensor) -> None:
         state: State = ticket.state
         assert state.row_of_slot is not None and state.slot_of_row is not None, "no order"
-        ticket.payload = (gather_rows(y_NH, state.row_of_slot, state.slot_of_row.view(-1, 1)),)
+        self.pack(ticket, gather_rows(y_NH, state.row_of_slot, state.slot_of_row.view(-1, 1)))
 
     def _combine(self, ticket: Ticket) -> None:
         ticket.payload, flight = self._launch(ticket, "combine")
