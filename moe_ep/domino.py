@@ -22,13 +22,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, overload
 
-import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .dispatch.base import Dispatcher
 from .dispatch.ticket import Stage, Ticket
 from .dispatch.waits import ALL_WAITS
+from .domino_checks import check_listed, check_shape, two_of_shape
 from .eager import eager
 from .errors import InputError, ProtocolError, RecipeError
 from .layer import LayerFlight, MoEAux, MoELayer
@@ -139,6 +139,7 @@ class DominoLayer(nn.Module):
         if isinstance(x, Tensor):
             (pending,), (aux,) = self._run([Pending(base=x)], [valid])
             return pending.resolve(), aux
+        check_listed(x, valid, Pending)
         return self._run(list(x), [None] * len(x) if valid is None else list(valid))
 
     def _run(self, inputs: list[Pending], valid: list[Tensor | None]) -> Group:
@@ -237,7 +238,7 @@ class _Run:
     def attention(self, i: int) -> None:
         with self._named("attention", i):
             x = self.x.pop(i)
-            self.h[i], self.n[i] = _two_of_shape(self.layer.attention_of(i, x), x.shape, self._where("attention", i))
+            self.h[i], self.n[i] = two_of_shape(self.layer.attention_of(i, x), x.shape, self._where("attention", i))
 
     def route(self, i: int) -> None:
         self.flights[i] = self._moe.prepare(
@@ -257,7 +258,7 @@ class _Run:
         with self._named("shared", i):
             h, added = self.h.pop(i), self.layer.shared(self.n.pop(i))
             if added is not None:
-                _check_shape(added, h.shape, self._where("shared", i))
+                check_shape(added, h.shape, self._where("shared", i))
             if added is not None and self.layer.moe is not None and self.layer.shared_joins_routed:
                 self.base[i], self.joining[i] = h, added
             else:
@@ -268,30 +269,6 @@ class _Run:
         other = _Run(self.layer, (), self.valid, self.links)
         other.x, other.h, other.n = dict(self.x), dict(self.h), dict(self.n)
         return other
-
-
-def _two_of_shape(returned: Any, shape: torch.Size, where: str) -> tuple[Tensor, Tensor]:
-    """What `attention` has to return; a tensor of two rows would be taken apart as if it were two tensors."""
-    if not isinstance(returned, tuple | list) or len(returned) != 2:
-        raise InputError(
-            f"{where} must return two tensors (h, n) of shape {list(shape)}, the residual stream and its norm, got "
-            f"{_kind_of(returned)}"
-        )
-    h, n = returned
-    for tensor in (h, n):
-        _check_shape(tensor, shape, where)
-    return h, n
-
-
-def _check_shape(tensor: Any, shape: torch.Size, where: str) -> None:
-    if not isinstance(tensor, Tensor) or tensor.shape != shape:
-        raise InputError(f"{where} must return tensors of shape {list(shape)}, like its input, got {_kind_of(tensor)}")
-
-
-def _kind_of(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor {list(value.shape)}"
-    return f"{len(value)} of them" if isinstance(value, tuple | list) else type(value).__name__
 
 
 def _host_runs_ahead(x: Tensor) -> bool:
@@ -358,27 +335,29 @@ def launch(
             something else than tensors shaped as their input.
         PeerError: another rank raised; this one's own errors are raised as they are.
     """
-    if not xs or (valid is not None and len(valid) != len(xs)):
-        masks = "" if valid is None else f" and {len(valid)} masks"
-        raise InputError(f"got {len(xs)} micro-batches{masks}; give at least one, and one mask (or None) for each")
-    pending, auxes = [Pending(base=x) for x in xs], [list[MoEAux]() for _ in xs]
     layers = list(layers)
+    try:
+        check_listed(xs, valid)
+    except InputError as err:
+        _tell(err, layers, "the inputs of a stack")
+        raise
+    pending, auxes = [Pending(base=x) for x in xs], [list[MoEAux]() for _ in xs]
     for number, layer in enumerate(layers):
         try:
             pending, said = layer(pending, valid)
         except Exception as err:
-            _tell(err, layers, number)
+            _tell(err, layers, f"layer {number} of {len(layers)}")
             raise
         for collected, aux in zip(auxes, said, strict=True):
             collected += [] if aux is None else [aux]
     return pending, auxes
 
 
-def _tell(err: Exception, layers: Sequence[nn.Module], number: int) -> None:
+def _tell(err: Exception, layers: Sequence[nn.Module], where: str) -> None:
     """For dense layers, and what a framework does around a layer."""
     found = [getattr(layer, "moe", None) for layer in layers]
     for dispatcher in {moe.dispatcher: None for moe in found if isinstance(moe, MoELayer)}:
-        dispatcher.raise_everywhere(err, f"layer {number} of {len(layers)}")
+        dispatcher.raise_everywhere(err, where)
 
 
 class DominoStack(nn.Module):

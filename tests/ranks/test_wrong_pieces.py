@@ -62,3 +62,47 @@ def body_piece(group: dist.ProcessGroup, rank: int, name: str) -> None:
 @pytest.mark.parametrize("name", WRONG)
 def test_a_piece_that_returns_something_else(pool: RankPool, name: str) -> None:
     pool.run(body_piece, name, timeout_s=60)
+
+
+# what a stack is called with; x: two sequences, so that the first axis looks like two micro-batches
+CALLS: dict[str, tuple[Callable[[Tensor], tuple[Any, Any]], str]] = {
+    "a tensor": (
+        lambda x: (x, None),
+        "got a tensor [2, 3, 16] in place of a list of micro-batches; pass lists: 1 tens",
+    ),
+    "a tensor and its mask": (lambda x: (x, x[..., 0] > 0), "got a tensor [2, 3, 16] in place of a list of micro-batc"),
+    "one mask for two": (lambda x: ([x, x], x[..., 0] > 0), "got a tensor [2, 3] in place of a list of masks; pass l"),
+    "a mask without list": (
+        lambda x: ([x], x[:1, :, 0] > 0),
+        "got a tensor [1, 3] in place of a list of masks; pass l",
+    ),
+    "nothing": (lambda x: (None, None), "got NoneType in place of a list of micro-batches; pass lists: M tensor(s)"),
+    "a generator": (lambda x: (iter([x]), None), "got list_iterator in place of a list of micro-batches; pass lists"),
+    "none": (lambda x: ([], None), "got 0 micro-batches; give at least one"),
+    "too few masks": (lambda x: ([x, x], [None]), "got 2 micro-batches and 1 masks; give at least one, and one mask"),
+    "a micro-batch of None": (lambda x: ([x, None], None), "micro-batch 1 must be a Tensor, got NoneType"),
+    "lists in a list": (lambda x: ([[x, x]], None), "micro-batch 0 must be a Tensor, got 2 of them"),
+}
+
+
+def body_call(group: dist.ProcessGroup, rank: int, name: str) -> None:
+    make, said = CALLS[name]
+    model = small_stack(group)
+    want = model(micro_batches())[0]
+    for wrong in ((0, 1), (1,)):
+        arguments = make(micro_batches()[0]) if rank in wrong else (micro_batches(), None)
+        with pytest.raises(InputError if rank in wrong else PeerError) as caught:
+            model(*arguments)
+        assert said in str(caught.value), str(caught.value)
+        same(model(micro_batches())[0], want, "the next forward")
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_stack_that_is_called_with_something_else(pool: RankPool, name: str) -> None:
+    pool.run(body_call, name, timeout_s=60)
+
+
+def test_a_layer_that_is_called_with_tensors_in_place_of_pending_outputs() -> None:
+    layer = small_stack(None).layers[0]
+    with pytest.raises(InputError, match=r"micro-batch 0 must be a Pending, got a tensor \[2, 3, 16\]"):
+        layer(micro_batches())
