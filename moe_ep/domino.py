@@ -31,7 +31,7 @@ from .dispatch.waits import ALL_WAITS
 from .domino_checks import check_listed, check_shape, two_of_shape
 from .eager import eager
 from .errors import InputError, ProtocolError, RecipeError
-from .layer import LayerFlight, MoEAux, MoELayer
+from .layer import LayerFlight, MoEAux, MoELayer, check_layer_indices
 from .peers import is_early_stop
 from .schedule import Kind, Link, Schedule, Step, schedule
 from .tracing import stage_range
@@ -370,7 +370,7 @@ class DominoStack(nn.Module):
         layers: modules with the pieces of `DominoLayer`.
 
     Raises:
-        RecipeError: a module without them.
+        RecipeError: a module without them, or two layers with one layer_index.
     """
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
@@ -382,6 +382,7 @@ class DominoStack(nn.Module):
                 raise RecipeError(
                     f"layer {number} ({type(layer).__name__}) has no {', '.join(missing)}; derive it from DominoLayer"
                 )
+        check_layer_indices(self)
 
     def forward(
         self, xs: Sequence[Tensor], valid: Sequence[Tensor | None] | None = None

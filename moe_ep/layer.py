@@ -72,7 +72,7 @@ class MoELayer(nn.Module):
     Args:
         config: sizes, back ends, router.
         group: the expert-parallel group of R ranks; None: this rank holds all experts and no process group is needed.
-        layer_index: for messages, counters and initial weights.
+        layer_index: for messages, counters and initial weights; each layer of a model has its own.
 
     All ranks of the group call forward (and backward) equally often and in the same order, also with zero tokens. The
     experts differ from rank to rank: keep them out of what a framework makes equal (DistributedDataParallel over the
@@ -280,6 +280,24 @@ def moe_layers(model: nn.Module) -> list[MoELayer]:
     return [module for module in model.modules() if isinstance(module, MoELayer)]
 
 
+def check_layer_indices(model: nn.Module) -> None:
+    """Refuse layers with the same number: their experts and routers would begin with equal weights.
+
+    Raises:
+        RecipeError: two layers of the model have one layer_index.
+    """
+    first: dict[int, str] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, MoELayer):
+            index = module.layer_index
+            if index in first:
+                raise RecipeError(
+                    f"{first[index]} and {name} both have layer_index = {index}, so their initial weights are equal "
+                    "and no message tells them apart; build each MoELayer of a model with a layer_index of its own"
+                )
+            first[index] = name
+
+
 @torch.no_grad()
 def update_routers(model: nn.Module, group: dist.ProcessGroup | None) -> Tensor:
     """Once per optimizer step, before it: global loads, selection biases, faults noted on the device. Collective.
@@ -292,8 +310,10 @@ def update_routers(model: nn.Module, group: dist.ProcessGroup | None) -> Tensor:
         int64 [layers, E], routes of the global batch to each expert; the counters start again at zero.
 
     Raises:
+        RecipeError: two layers of the model have one layer_index.
         InputError, CapacityError, NonFiniteError: a fault that a run without host syncs noted on the device.
     """
+    check_layer_indices(model)
     layers = moe_layers(model)
     for dispatcher in {layer.dispatcher: None for layer in layers}:
         dispatcher.raise_if_faulted()
