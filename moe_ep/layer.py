@@ -181,7 +181,11 @@ class MoELayer(nn.Module):
             device = x.device if isinstance(x, Tensor) else None
             self.dispatcher.announce_failure(device, layer=self.layer_index, micro_batch=micro_batch)
             mark_everywhere(err)
-            raise
+            if not isinstance(err, MoEError):
+                raise
+            told = type(err)(f"layer {self.layer_index}, micro-batch {micro_batch}: {err}")
+            mark_everywhere(told)
+            raise told from err
         ticket = self.dispatcher.dispatch_preprocess(
             x_TH,
             routing,

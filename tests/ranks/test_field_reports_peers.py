@@ -128,6 +128,7 @@ def odd_input(group: dist.ProcessGroup, rank: int, dispatcher: str) -> None:
             layer(*given)
         assert type(caught.value) is (InputError if rank == 1 else PeerError), name
         assert (said if rank == 1 else "rank 1 reported a fault") in str(caught.value), name
+        assert rank == 0 or str(caught.value).startswith("layer 7, micro-batch 0: "), name
     routing = Routing(expert_ids=torch.zeros(3, 2, dtype=torch.int64), weights=torch.ones(3, 2), num_experts=8)
     with pytest.raises((InputError, PeerError)) as caught:
         layer.dispatcher.dispatch(layer.dispatcher.dispatch_preprocess(rows(3) if rank == 0 else None, routing))

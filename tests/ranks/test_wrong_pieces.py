@@ -106,3 +106,18 @@ def test_a_layer_that_is_called_with_tensors_in_place_of_pending_outputs() -> No
     layer = small_stack(None).layers[0]
     with pytest.raises(InputError, match=r"micro-batch 0 must be a Pending, got a tensor \[2, 3, 16\]"):
         layer(micro_batches())
+
+
+def body_mask(group: dist.ProcessGroup, rank: int) -> None:
+    model = small_stack(group)
+    masks = [None, torch.ones(3, dtype=torch.bool) if rank == 1 else None]
+    with pytest.raises(InputError if rank == 1 else PeerError) as caught:
+        model(micro_batches(), masks)
+    said = "layer 0, micro-batch 1: " + (
+        "valid must be (2, 3)" if rank == 1 else "it failed before its tokens were sent"
+    )
+    assert said in str(caught.value)
+
+
+def test_a_mask_of_another_shape_is_told_with_its_micro_batch(pool: RankPool) -> None:
+    pool.run(body_mask, timeout_s=60)
