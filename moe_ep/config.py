@@ -48,7 +48,7 @@ class DispatchConfig:
             that has so few; with several micro-batches the experts' GEMMs leave as many free.
         kernels: what moves rows on a GPU, see MoEConfig.
         num_micro_batches: most micro-batches that a layer interleaves, so how many tickets are in flight at once.
-        options: further back-end keys, as sorted (key, value) pairs.
+        options: further back-end keys, see MoEConfig.
     """
 
     name: str
@@ -63,9 +63,10 @@ class DispatchConfig:
     num_sms: int | None = None
     kernels: Kernels = "auto"
     num_micro_batches: int = 1
-    options: tuple[tuple[str, Any], ...] = ()
+    options: Any = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "options", sorted_options(self.options))
         check_types(self)
 
 
@@ -94,7 +95,7 @@ class MoEConfig:
         kernels: what moves rows on a GPU: "torch", "cuda" (the package's kernels; refused where they cannot run) or
             "auto" (the kernels where they can run, else torch and a warning).
         capacity_factor, num_sms, num_micro_batches: see DispatchConfig.
-        options: back-end keys, as sorted (key, value) pairs.
+        options: back-end keys: a dict, or (key, value) pairs; kept as a tuple of sorted pairs.
         init_std: standard deviation of the initial weights; a function of the global expert id, not of the rank.
     """
 
@@ -123,10 +124,11 @@ class MoEConfig:
     capacity_factor: float | None = None
     num_sms: int | None = None
     num_micro_batches: int = 1
-    options: tuple[tuple[str, Any], ...] = ()
+    options: Any = ()
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "options", sorted_options(self.options))
         check_types(self)
         check_moe(self)
 
@@ -147,6 +149,27 @@ class MoEConfig:
             num_micro_batches=self.num_micro_batches,
             options=self.options,
         )
+
+
+def sorted_options(options: Any) -> tuple[tuple[str, Any], ...]:
+    """Back-end keys as sorted pairs, so that equal ones are equal and can be compared between ranks.
+
+    Raises:
+        RecipeError: neither a dict nor pairs, a key that is no text or comes twice, a value that cannot be compared.
+    """
+    given = list(options.items()) if isinstance(options, Mapping) else options
+    pairs = isinstance(given, list | tuple) and all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in given)
+    require(pairs, f"options = {options!r} must be a dict, such as {{'expand': True}}, or (key, value) pairs")
+    for key, _ in given:
+        require(isinstance(key, str), f"options: key {key!r} must be str, got {type(key).__name__}")
+        require([k for k, _ in given].count(key) == 1, f"options: key {key!r} comes twice; give it one value")
+    values = {key: tuple(value) if isinstance(value, list) else value for key, value in given}
+    for key, value in values.items():
+        require(
+            value is None or isinstance(value, bool | int | float | str | tuple),
+            f"options: {key} = {value!r} must be a plain value, got {type(value).__name__}",
+        )
+    return tuple((key, values[key]) for key in sorted(values))
 
 
 def check_types(config: Any) -> None:

@@ -105,7 +105,7 @@ TABLES = [
     ({**SIZES, "max_tokens": "many"}, "some.toml [moe].max_tokens = 'many' must be int, got str"),
     ({**SIZES, "top_k": 2**63}, f"some.toml [moe].top_k = {2**63} does not fit into 64 bits"),
     ({**SIZES, "routed_scale": 10**400}, f"some.toml [moe].routed_scale = {10**400} does not fit into 64 bits"),
-    ({**SIZES, "options": "x"}, "some.toml [moe].options = 'x' must be a list"),
+    ({**SIZES, "options": "x"}, "some.toml [moe]: options = 'x' must be a dict"),
     ({**SIZES, "top_k": 9}, "some.toml [moe]: top_k = 9 is larger than num_experts = 8"),
 ]
 
@@ -171,10 +171,23 @@ def test_a_grouped_router_is_taken_exactly_when_every_group_can_give_its_share(
         (dict(max_tokens=6.5), "max_tokens = 6.5 must be int, got float"),
         (dict(top_k=2.0), "top_k = 2.0 must be int, got float"),
         (dict(init_std="x"), "init_std = 'x' must be float, got str"),
-        (dict(options={"a": 1}), "options = {'a': 1} must be a list"),
+        (dict(options="expand"), "options = 'expand' must be a dict, such as {'expand': True}, or (key, value) pairs"),
+        (dict(options=("expand", True)), "options = ('expand', True) must be a dict"),
+        (dict(options={1: True}), "options: key 1 must be str, got int"),
+        (dict(options=(("a", 1), ("a", 2))), "options: key 'a' comes twice"),
+        (dict(options={"a": {}}), "options: a = {} must be a plain value, got dict"),
     ],
 )
 def test_a_configuration_made_in_code_is_held_to_its_types(changes: dict[str, object], text: str) -> None:
     sizes: dict[str, Any] = dict(hidden_size=8, expert_intermediate_size=8, num_experts=4, top_k=2)
     with pytest.raises(RecipeError, match=re.escape(text)):
         MoEConfig(**(sizes | changes))
+
+
+@pytest.mark.parametrize("make", [dict, lambda pairs: tuple(reversed(pairs)), lambda pairs: [list(p) for p in pairs]])
+def test_options_are_a_dict_or_pairs_in_any_order(make: Any) -> None:
+    pairs = [("api", "v2"), ("expand", True), ("sizes", [1, 2])]
+    sizes: dict[str, Any] = dict(hidden_size=8, num_experts=4, top_k=2)
+    config = MoEConfig(**sizes, expert_intermediate_size=8, options=make(pairs))
+    assert config.options == (("api", "v2"), ("expand", True), ("sizes", (1, 2)))
+    assert hash(config.dispatch()) == hash(DispatchConfig(name="all2all", **sizes, options=make(pairs)))
