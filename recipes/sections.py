@@ -110,7 +110,8 @@ class TrainSection:
     def __post_init__(self) -> None:
         counts = ("steps", "micro_batch_size", "sequence_length", "gradient_accumulation", "intra_layer_micro_batch")
         for name in counts:
-            require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
+            fewest = "interleaves none" if name == "intra_layer_micro_batch" else "is the fewest"
+            require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}; 1 {fewest}")
         check_ranges(self, _TRAIN_RANGES)
         require(
             self.warmup_steps <= self.steps,
@@ -126,8 +127,13 @@ class TrainSection:
         require(
             accumulated % grouped == 0,
             f"intra_layer_micro_batch = {grouped} must divide gradient_accumulation = {accumulated}: it counts "
-            "micro-batches that run together",
+            f"micro-batches that run together; choose {_divisors(accumulated)}, or a multiple of {grouped} for "
+            "gradient_accumulation",
         )
+
+
+def _divisors(number: int) -> str:
+    return " or ".join(str(d) for d in range(1, min(number, 64) + 1) if number % d == 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,7 +71,7 @@ def test_max_tokens_of_the_layer_is_one_micro_batch(path):
     [
         ("train.stepz=3", ["[train]", "'stepz'", "did you mean 'steps'"]),
         ("trian.steps=3", ["'trian'", "did you mean 'train'"]),
-        ("train.steps=0", ["[train]", "steps must be at least 1", "got 0"]),
+        ("train.steps=0", ["[train]", "steps must be at least 1", "got 0; 1 is the fewest"]),
         ('train.steps="ten"', ["[train].steps", "'ten'", "must be int", "got str"]),
         ("train.steps=1.5", ["[train].steps", "must be int", "got float"]),
         ("train.deterministic=1", ["[train].deterministic", "must be bool"]),
@@ -83,9 +83,15 @@ def test_max_tokens_of_the_layer_is_one_micro_batch(path):
         ("train.timeout_s=0.5", ["timeout_s must be at least 1", "got 0.5"]),
         ("model.rope_theta=0.5", ["[model]", "rope_theta must be finite and at least 1", "got 0.5"]),
         ("model.rms_norm_eps=2.0", ["[model]", "rms_norm_eps must be at least 1e-12 and at most 1", "got 2.0"]),
-        ("train.intra_layer_micro_batch=3", ["intra_layer_micro_batch = 3", "gradient_accumulation = 2"]),
+        (
+            "train.intra_layer_micro_batch=3",
+            ["gradient_accumulation = 2", "choose 1 or 2, or a multiple of 3 for grad"],
+        ),
         ("train.intra_layer_micro_batch=4", ["intra_layer_micro_batch = 4", "gradient_accumulation = 2"]),
-        ("train.intra_layer_micro_batch=0", ["intra_layer_micro_batch must be at least 1", "got 0"]),
+        (
+            "train.intra_layer_micro_batch=0",
+            ["intra_layer_micro_batch must be at least 1", "got 0; 1 interleaves none"],
+        ),
         ("replica.slots=2", ["[replica]", "slots = 2", "not available", "use 0"]),
         ("replica.planner=quota", ["[replica]", "unknown key 'planner'"]),
         ("metrics.routing_trace=''", ["[metrics]", "routing_trace = ''", "must name a folder"]),
