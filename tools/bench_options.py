@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -135,7 +135,7 @@ def parse_options(chosen: argparse.Namespace, device: torch.device) -> Options:
         experts=split(chosen.experts, str, "--experts")[0],
         attention=chosen.attention,
         layers=chosen.layers,
-        reserve_sms=split(chosen.reserve_sms, lambda text: None if text == "auto" else int(text), "--reserve-sms"),
+        reserve_sms=split(chosen.reserve_sms, _int_or_auto, "--reserve-sms"),
         trace=Path(chosen.trace) if chosen.trace else None,
         kernels=chosen.kernels,
         dtype=getattr(torch, dtype),
@@ -165,6 +165,13 @@ def known_rates(device: torch.device) -> Rates | None:
     return Rates() if device.type == "cuda" and "H200" in torch.cuda.get_device_name(device) else None
 
 
+def _int_or_auto(text: str) -> int | None:
+    return None if text == "auto" else int(text)
+
+
+_KINDS: dict[Any, str] = {int: "integers", float: "numbers", _int_or_auto: "integers or 'auto'"}
+
+
 def split(text: str, kind: Callable[[str], T], option: str) -> tuple[T, ...]:
     """The values of a comma-separated list, each once and in order.
 
@@ -172,8 +179,12 @@ def split(text: str, kind: Callable[[str], T], option: str) -> tuple[T, ...]:
         RecipeError: one that is not of the kind, or none at all.
     """
     parts = [part.strip() for part in text.split(",") if part.strip()]
-    require(bool(parts), f"{option} is empty")
-    try:
-        return tuple(dict.fromkeys(map(kind, parts)))
-    except ValueError as err:
-        raise RecipeError(f"{option} {text!r}: {err}") from err
+    wanted = f"comma-separated {_KINDS.get(kind, 'names')}"
+    require(bool(parts), f"{option} is empty; it takes {wanted}")
+    found = []
+    for part in parts:
+        try:
+            found.append(kind(part))
+        except ValueError as err:
+            raise RecipeError(f"{option} {text!r}: {part!r} is not one of the {wanted} that it takes") from err
+    return tuple(dict.fromkeys(found))
