@@ -1,8 +1,8 @@
 """Pretrain Megatron-Core's GPT with experts from a recipe, on our dispatchers or on Megatron's own.
 
-    torchrun --nproc-per-node 2 recipes/megatron_pretrain.py recipes/megatron_2gpu.toml
-    torchrun --nproc-per-node 2 recipes/megatron_pretrain.py recipes/megatron_2gpu.toml moe.dispatcher=deepep
-    torchrun --nproc-per-node 2 recipes/megatron_pretrain.py recipes/megatron_2gpu.toml moe.dispatcher=direct
+    torchrun --standalone --nproc-per-node 2 recipes/megatron_pretrain.py recipes/megatron_2gpu.toml
+    torchrun --standalone --nproc-per-node 2 recipes/megatron_pretrain.py RECIPE moe.dispatcher=deepep
+    torchrun --standalone --nproc-per-node 2 recipes/megatron_pretrain.py RECIPE moe.dispatcher=direct
 
 `megatron.dispatcher=native train.intra_layer_micro_batch=1` behind it runs Megatron's own dispatcher instead.
 

@@ -1,7 +1,7 @@
 """Pretrain a Mixture-of-Experts decoder from a recipe; the same program for one rank and many.
 
     python recipes/pretrain.py recipes/tiny.toml parallel.ep_size=1
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 recipes/pretrain.py recipes/tiny.toml moe.dispatcher=agrs
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 4 recipes/pretrain.py recipes/tiny.toml moe.dispatcher=agrs
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 recipes/pretrain.py RECIPE
 
 Exit codes of a rank: 0 done, or saved on SIGTERM; 1 failed; 2 recipe refused; 3 another rank failed or was lost.

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Time the weight push and the gradient pull of replicas between GPUs: our kernels, and NCCL's messages beside them.
 
-    torchrun --nproc-per-node 2 tools/bench_replica_sync.py --out tools/results/replica-sync-H200x2.jsonl
+    torchrun --standalone --nproc-per-node 2 tools/bench_replica_sync.py --out tools/results/replica-sync-H200x2.jsonl
 
 Each rank's slots hold experts of the next one, so every link carries S experts in one direction. The floor is those
 bytes over the link's rate (gradients are float32). Every result is checked bit for bit first. Exit status: 0 done, 1 a
