@@ -49,8 +49,12 @@ def _lines(chosen: argparse.Namespace) -> list[str]:
         lines.append(overlap_table.serial_line(serial, run, share_by_step_times(serial, run)))
     if chosen.png is not None:
         timeline.draw(run, chosen.png, chosen.window)
-        lines.append(f"timeline: {chosen.png}")
+        lines.append(f"timeline: {chosen.png}{_which(timeline.drawn(run)[0].number)}")
     return lines
+
+
+def _which(step: int | None) -> str:
+    return "" if step is None else f" of step {step}; --steps A,A draws step A"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -61,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--steps", type=_pair(int), metavar="A,B", help="first and last step to look at; all")
     parser.add_argument("--rank", type=int, help="whose layers and stages to show; the slowest")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the first of the steps")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the last of the steps; --steps A,A draws step A")
     parser.add_argument(
         "--window", type=_pair(float), metavar="A,B", help="milliseconds of the step to draw; all of it"
     )

@@ -29,7 +29,7 @@ Bars = dict[Label | None, list[Interval]]
 
 
 def draw(run: Run, path: Path, window: tuple[float, float] | None = None) -> None:
-    """Draw the first step of each rank on one clock.
+    """Draw one step of each rank on one clock: the last one, see `drawn`.
 
     Args:
         run: what was measured.
@@ -44,7 +44,7 @@ def draw(run: Run, path: Path, window: tuple[float, float] | None = None) -> Non
         from matplotlib.figure import Figure
     except ImportError as err:
         raise TraceError(f"no picture: {err}; pip install 'moe-ep[plots]'") from err
-    steps = [steps[0] for steps in run.ranks.values()]
+    steps = drawn(run)
     offsets = {step.rank: run.parts[step.rank].trace.zero_ns / 1e3 for step in steps}
     begin = min(step.start + offsets[step.rank] for step in steps)
     figure = Figure(figsize=(18, 1.6 + 1.3 * len(steps)), layout="constrained")
@@ -62,6 +62,11 @@ def draw(run: Run, path: Path, window: tuple[float, float] | None = None) -> Non
         figure.savefig(path, dpi=130)
     except (OSError, ValueError) as err:  # ValueError: an ending that matplotlib does not know
         raise TraceError(f"{path} cannot be written ({err}); give --png another path, such as timeline.png") from err
+
+
+def drawn(run: Run) -> list[RankStep]:
+    """Of each rank the last step of those that are looked at: the first ones of a run are longer, nothing is warm."""
+    return [steps[-1] for steps in run.ranks.values()]
 
 
 def bars(step: RankStep) -> tuple[Bars, Bars]:

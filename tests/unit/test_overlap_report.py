@@ -151,6 +151,19 @@ def test_the_picture(two_ranks: list[str], tmp_path: Path, capsys: Capture) -> N
     assert (tmp_path / "0.png").read_bytes() != (tmp_path / "1.png").read_bytes()
 
 
+def test_the_picture_is_of_the_last_step_unless_another_one_is_chosen(tmp_path: Path, capsys: Capture) -> None:
+    """The first one of a run is warm-up."""
+    pytest.importorskip("matplotlib")
+    traces = [str(two_steps(7).write(tmp_path / "rank0.json"))]
+    pictures = []
+    for number, (chosen, step) in enumerate((([], 8), (["--steps", "7,8"], 8), (["--steps", "7,7"], 7))):
+        path = tmp_path / f"{number}.png"
+        assert main([*traces, *chosen, "--png", str(path)]) == 0
+        assert f"timeline: {path} of step {step}; --steps A,A draws step A\n" in capsys.readouterr().out
+        pictures.append(path.read_bytes())
+    assert pictures[0] == pictures[1] != pictures[2]
+
+
 def test_without_matplotlib_it_says_so(two_ranks: list[str], tmp_path: Path, capsys: Capture) -> None:
     with mock.patch.dict(sys.modules, {"matplotlib.figure": None}):
         assert main([*two_ranks, "--png", str(tmp_path / "a.png")]) == 2
