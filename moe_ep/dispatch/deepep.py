@@ -120,8 +120,7 @@ class DeepEP(Dispatcher):
         if reasons:
             return reasons
         library, why = cls.load_library()
-        reasons = found.library_reasons(library, why, api)
-        reasons = reasons or cls.machine_reasons(api, num_sms)
+        reasons = [*found.library_reasons(library, why, api), *cls.machine_reasons(api, num_sms)]
         num_ranks = 2 if group is None else group.size()
         if not reasons:
             reasons = found.limit_reasons(library, api, config, num_ranks)

@@ -95,7 +95,7 @@ class NcclEp(Dispatcher):
     @classmethod
     def unavailable_reasons(cls, config: DispatchConfig, group: dist.ProcessGroup | None) -> list[str]:
         """Options, the library's limits, then what this machine lacks."""
-        return option_reasons(config) or cls.machine_reasons()
+        return [*option_reasons(config), *cls.machine_reasons()]
 
     @classmethod
     def findings(cls) -> list[str]:

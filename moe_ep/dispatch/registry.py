@@ -130,8 +130,12 @@ def unavailable_reasons(config: DispatchConfig, group: dist.ProcessGroup | None)
     except (RecipeError, Unavailable) as err:
         return [str(err)]
     num_ranks = 1 if group is None else group.size()
-    reasons = capability_reasons(cls.capabilities, config, num_ranks) or cls.unavailable_reasons(config, group)
-    return reasons or kernel_reasons(config, group)
+    reasons = [
+        *capability_reasons(cls.capabilities, config, num_ranks),
+        *cls.unavailable_reasons(config, group),
+        *kernel_reasons(config, group),
+    ]
+    return list(dict.fromkeys(reasons))
 
 
 def refusal(config: DispatchConfig, group: dist.ProcessGroup | None) -> MoEError | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -24,6 +24,7 @@ from moe_ep import (
 )  # fmt: skip
 from moe_ep.dispatch.capabilities import capability_reasons
 from moe_ep.dispatch.local import Local
+from moe_ep.dispatch.registry import unavailable_reasons
 from moe_ep.testing.contract import CASES
 from tests.ranks.small_stack import MOE, inputs, small_stack
 
@@ -107,3 +108,16 @@ def test_the_contract_asks_for_as_many_tickets_as_its_cases_hold() -> None:
     for case in CASES:
         reasons = capability_reasons(SingleFile.capabilities, case.dispatch_config("single_file"), 1)
         assert any("micro-batch(es) in flight" in reason for reason in reasons) == (case.num_tickets > 1)
+
+
+@pytest.mark.parametrize("name", ["agrs", "all2all", "deepep", "direct", "nccl_ep"])
+def test_a_wrong_configuration_does_not_hide_what_the_machine_lacks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    sizes: dict[str, Any] = dict(name=name, num_experts=8, top_k=2, hidden_size=256, max_tokens=64, kernels="cuda")
+    lacking = unavailable_reasons(DispatchConfig(**sizes, dtype="bfloat16"), None)
+    assert any("GPU" in reason for reason in lacking), lacking
+    wrong = unavailable_reasons(DispatchConfig(**sizes, dtype="bfloat16", options={"no such": 1}), None)
+    assert set(wrong) > set(lacking)
+    if name in ("deepep", "nccl_ep"):
+        other = unavailable_reasons(DispatchConfig(**sizes, dtype="float64"), None)
+        assert any("dtype is float64" in reason for reason in other) and set(other) > set(lacking)

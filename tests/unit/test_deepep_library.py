@@ -82,5 +82,5 @@ def test_one_rank_is_refused() -> None:
     from moe_ep.config import DispatchConfig
 
     config = DispatchConfig(name="deepep", num_experts=8, top_k=2, hidden_size=256, dtype="bfloat16")
-    (reason,) = unavailable_reasons(config, None)
+    reason = unavailable_reasons(config, None)[0]  # behind it, what this machine lacks
     assert "it serves 2, 3, 4, 5, 6, 7, 8 rank(s), the group has 1" in reason
