@@ -114,6 +114,7 @@ X = TypeVar("X", bound=type[GroupedExperts])
 _BUILT_IN = {
     "quack": ".quack_experts",
     "grouped_gemm": ".grouped_gemm_experts",
+    "te": ".te_experts",
 }  # modules that register a name, imported when it is asked for
 _REGISTRY: dict[str, type[GroupedExperts]] = {}
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+import moe_ep
 from moe_ep import DispatchConfig, RecipeError, Unavailable, build_dispatcher, known_dispatchers, register_dispatcher
 from moe_ep.dispatch import Capabilities, close_dispatchers, find_dispatcher, unavailable_reasons
 from moe_ep.dispatch import registry as registry_module
@@ -147,3 +152,12 @@ def test_a_configuration_beyond_a_capability_is_refused_with_value_limit_and_way
 
 def test_a_configuration_within_the_capabilities_is_not_refused() -> None:
     assert capability_reasons(Capabilities(), CONFIG, 4) == []
+
+
+def test_every_name_of_the_package_is_known_before_its_module_is_imported() -> None:
+    ask = "import moe_ep.experts as x, moe_ep.dispatch as d; print(*x.known_experts(), '|', *d.known_dispatchers())"
+    said = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout
+    text = "\n".join(path.read_text() for path in Path(moe_ep.__file__).parent.rglob("*.py"))
+    for decorator, known in zip(("experts", "dispatcher"), said.split("|"), strict=True):
+        names = re.findall(rf'^@register_{decorator}\("(\w+)"\)', text, re.MULTILINE)
+        assert len(names) > 3 and set(names) <= set(known.split())
