@@ -59,7 +59,7 @@ class Dispatcher(ABC):
     capabilities: ClassVar[Capabilities]
     num_lane_ints: int = 0
     early_apart: ClassVar[bool] = False  # what the host reads early travels in a process group of its own
-    rows_by_collectives: ClassVar[bool] = False  # of torch.distributed: config.num_sms limits those of `row_group`
+    rows_by_collectives: ClassVar[bool] = False  # of torch.distributed: config.num_sms limits all of them
 
     def __init__(self, config: DispatchConfig, group: dist.ProcessGroup | None) -> None:
         self.config = config
@@ -70,10 +70,10 @@ class Dispatcher(ABC):
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.kernels = choose_kernels(config, group)  # for tensors on a GPU; others are moved by torch
         self.lanes = LanePool(self.num_lane_ints)
-        self._early_group = open_twin(group, "counts") if self.early_apart else group
-        self.row_group = group
-        if self.rows_by_collectives and config.num_sms is not None:
-            self.row_group = open_twin(group, f"rows_{config.num_sms}_sms", num_sms=config.num_sms)
+        num_sms = config.num_sms if self.rows_by_collectives else None
+        purposes = ["counts", "rows"] if num_sms is None else [f"{what}_{num_sms}_sms" for what in ("counts", "rows")]
+        self._early_group = open_twin(group, purposes[0], num_sms=num_sms) if self.early_apart else group
+        self.row_group = group if num_sms is None else open_twin(group, purposes[1], num_sms=num_sms)
         self.alarm: Alarm | None = None
         if group is not None and self.num_ranks > 1:
             self.alarm = alarm_of(group, start_call)
