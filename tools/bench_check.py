@@ -8,6 +8,7 @@ weights: a few tokens of every rank go to all ranks by an all-gather, each rank 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from moe_ep.layer import MoELayer
 from moe_ep.permute import ExpertInput
+from moe_ep.routing import Routing
 
 from .bench_setting import Place, Setting, gather, sum_ranks
 
@@ -103,17 +105,27 @@ class LayerSample:
     y_error: Tensor | None = None
 
 
-def check_layer(layer: MoELayer, router: torch.nn.Module, setting: Setting, sample: LayerSample) -> Check:
+class Scripted(Protocol):
+    """A router that takes ids from a list and computes their weights."""
+
+    script: list[Tensor]
+
+    def __call__(self, x_TH: Tensor) -> tuple[Routing, Any]:
+        """The routing, and anything."""
+
+
+def check_layer(layer: MoELayer, router: Scripted, setting: Setting, sample: LayerSample) -> Check:
     """Hold y, and dx where there is one, against float64 SwiGLU experts. Collective, with as many tokens everywhere.
 
     Args:
         layer: whose experts' weights are used; its shared experts are not.
-        router: the real router: x [n, H] to (Routing with weights [n, K], anything).
+        router: the layer's.
         setting: ranks and sizes.
         sample: [n, ...] of each.
     """
     with torch.enable_grad():
         x_nH = sample.x.detach().requires_grad_()
+        router.script = [sample.ids]
         weights_nK = router(x_nH)[0].weights
     dy_nH = sample.dy.double()
     f_nKH, dx_nH = _dense(layer, setting.place, x_nH.detach().double(), sample.ids, weights_nK.detach().double(), dy_nH)

@@ -11,6 +11,7 @@ from moe_ep.config import MoEConfig
 from moe_ep.dispatch import build_dispatcher
 from moe_ep.layer import MoELayer
 from moe_ep.losses import RouterAux
+from moe_ep.router import Router
 from moe_ep.routing import Routing
 
 from .bench_candidates import Candidate
@@ -22,24 +23,32 @@ from .timing import Stopwatch
 
 
 class ScriptedRouter(nn.Module):
-    """The real router, with all that it computes, whose choice is then replaced by the benchmark's ids.
+    """The real router, with all that it computes, whose choice is replaced by the benchmark's ids.
 
-    The weights stay those of its own choice: they sum to 1, and their gradient flows as ever.
+    The weights are those of the ids of the script. With the weights of its own choice, a rounding in x that swaps two
+    experts of about the same score would hand their weights, and gradients, to other experts.
 
     Attributes:
         script: ids [T, K] of the micro-batches to come, taken off one after the other.
     """
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner: Router) -> None:
         super().__init__()
         self.inner = inner
         self.script: list[Tensor] = []
+        choose = inner._choose
+
+        def scripted(scores_TE: Tensor, alive_T: Tensor) -> Tensor:
+            choose(scores_TE, alive_T)  # which takes its time as ever
+            assert self.script, "no ids to route by"
+            return self.script.pop(0)
+
+        inner._choose = scripted  # type: ignore[method-assign]
 
     def forward(self, x_TH: Tensor, **options: Any) -> tuple[Routing, RouterAux]:
         """As the router's own."""
-        routing, aux = self.inner(x_TH, **options)
-        assert self.script, "no ids to route by"
-        return Routing(expert_ids=self.script.pop(0), weights=routing.weights, num_experts=routing.num_experts), aux
+        found: tuple[Routing, RouterAux] = self.inner(x_TH, **options)
+        return found
 
 
 class BenchLayer:
@@ -115,4 +124,4 @@ class LayerCase(Case):
             y=self._y[tokens],
             dx=None if self._dx is None else self._dx[tokens],
         )
-        return check_layer(self.layer.module, self.layer.router.inner, setting, sample)
+        return check_layer(self.layer.module, self.layer.router, setting, sample)

@@ -54,7 +54,7 @@ def check_stack(
                 dx=_gradient(n)[tokens] if backward else None,
                 y_error=y_n.norm(dim=1) * torch.finfo(setting.dtype).eps / 2,
             )
-            found.append(check_layer(layer.moe, stack.routers[number].inner, setting, sample))
+            found.append(check_layer(layer.moe, stack.routers[number], setting, sample))
     return merge_checks(found)
 
 
