@@ -19,8 +19,12 @@ LAYERS, MICRO_BATCHES = 2, 2
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
-    out = tmp_path_factory.mktemp("bench") / "rows.jsonl"
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("bench") / "rows.jsonl"
+
+
+@pytest.fixture(scope="module")
+def rows(out: Path) -> list[Row]:
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
         *("tools/bench_dispatch.py", "--shape", "2048,1024,512,16,4", "--level", "stack", "--pass", "fwd+bwd"),
@@ -60,9 +64,8 @@ def test_host_syncs_are_those_that_all2all_declares(rows: list[Row]) -> None:
             assert row["host_syncs"] <= LAYERS * (1 if row["variant"] == "unsplit" else row["M"]), row
 
 
-def test_the_trace_shows_both_streams(rows: list[Row], tmp_path_factory: pytest.TempPathFactory) -> None:
-    (folder,) = (tmp_path_factory.getbasetemp()).glob("bench*/traces")
-    (path,) = folder.glob("*fwd+bwd-M2-overlapped-reserve16-rank1.json.gz")
+def test_the_trace_shows_both_streams(rows: list[Row], out: Path) -> None:
+    (path,) = (out.parent / "traces").glob("*fwd+bwd-M2-overlapped-reserve16-rank1.json.gz")
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     streams = {event["args"]["stream"] for event in events if event.get("cat") == "kernel"}
     assert len(streams) >= 2

@@ -249,14 +249,14 @@ def test_too_many_rows_are_a_fault_and_results_stay_defined() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "layer", "code", "value"),
-    [({"host_fault": (1, 0)}, 3, 1, 0), ({"no_grad": True}, 3, 8, 1), ({}, 4, 9, 1)],
-    ids=["host_fault", "no_grad", "other_layer"],
+    ("words", "place", "code", "value"),
+    [({"host_fault": (1, 0)}, 0, 1, 0), ({"no_grad": True}, 0, 8, 1), ({}, 4, 9, 1)],
+    ids=["host_fault", "no_grad", "other_place"],
 )
-def test_what_one_rank_says_is_a_fault_of_all(words: dict, layer: int, code: int, value: int) -> None:
+def test_what_one_rank_says_is_a_fault_of_all(words: dict, place: int, code: int, value: int) -> None:
     group = Group(CASES["two"])
     trips = make_trips(group, [t.cuda() for t in make_ids(group.case, torch.Generator().manual_seed(0))])
-    trips[1].layer = layer
+    trips[1].place = place
     group.each(lambda r: group.peers[r].exchange(trips[r], row_bound=NO_BOUND, **(words if r == 1 else {})))
     torch.cuda.synchronize()
     assert [(int(f) >> 56, int(f) & 0xFFFFFFFF) for f in group.faults] == [(code, value)] * 2
