@@ -18,7 +18,7 @@ from ..permute import ExpertInput
 from ..routing import Routing
 from .base import Dispatcher
 from .capabilities import Capabilities
-from .direct_transfer import GiveBack, Push, capacities, default_blocks
+from .direct_transfer import Blocks, GiveBack, Push, capacities, default_blocks
 from .peer_memory import PeerMemory
 from .preflight import preflight
 from .registry import register_dispatcher
@@ -91,7 +91,7 @@ class Direct(Dispatcher):
             row_bytes=row_bytes,
         )
         self.expand = dict(config.options).get("expand", False) is True
-        self.blocks = default_blocks(device, config.num_sms, beside_gemms=config.num_micro_batches > 1)
+        self._alone, self._beside = (default_blocks(device, config.num_sms, beside_gemms=b) for b in (False, True))
         self.num_bytes = self.shape.layout()[1]
         if group is not None and self.num_ranks > 1:
             preflight("dispatcher 'direct'", {"peer memory bytes": self.num_bytes}, [], group, one_host=True)
@@ -132,8 +132,8 @@ class Direct(Dispatcher):
 
     @property
     def comm_sms(self) -> int:
-        """Of its largest kernel."""
-        return 0 if self.num_ranks == 1 else self.blocks.sms
+        """Of its largest kernel where micro-batches interleave; where none does, nothing runs beside it."""
+        return 0 if self.num_ranks == 1 else self._beside.sms
 
     def describe(self) -> str:
         """One line on what runs, for the log."""
@@ -191,6 +191,9 @@ class Direct(Dispatcher):
         trip.row_capacity, trip.unique_capacity = parts["totals"].tolist()
         trip.host_counts = tuple(parts["tokens"].tolist())
 
+    def _blocks(self, ticket: Ticket) -> Blocks:
+        return self._alone if ticket.num_micro_batches == 1 else self._beside
+
     def _announce(self, ticket: Ticket, device: torch.device, code: Fault, value: int) -> None:
         if self.num_ranks == 1:
             return
@@ -205,14 +208,14 @@ class Direct(Dispatcher):
                 return (), []
             x = torch.empty((0, self.config.hidden_size), dtype=self.dtype, device=ids.device)
             weights = torch.empty((0, self.config.top_k), device=ids.device)
-            push = Push(self._peers, trip, self.blocks, self.expand, lambda t: self._exchange(t, fault))
+            push = Push(self._peers, trip, self._blocks(ticket), self.expand, lambda t: self._exchange(t, fault))
             return push.forward((x, weights))
 
         comm.launch(f"announcement of a fault of {ticket.where}", say).wait_on_host()
 
     def _dispatch(self, ticket: Ticket) -> None:
         state: DirectState = ticket.state
-        push = Push(self._peers, state.trip, self.blocks, self.expand, self._exchange)
+        push = Push(self._peers, state.trip, self._blocks(ticket), self.expand, self._exchange)
         flight = Flight(push, self.comm(self._peers.device), f"dispatch of {ticket.where}", ticket.packed)
         ticket.payload = start(flight, *ticket.payload)
         ticket.state = replace(state, push=push, flight=flight)
@@ -243,7 +246,7 @@ class Direct(Dispatcher):
 
     def _combine(self, ticket: Ticket) -> None:
         state: DirectState = ticket.state
-        back = GiveBack(self._peers, state.trip, self.blocks)
+        back = GiveBack(self._peers, state.trip, self._blocks(ticket))
         flight = Flight(back, self.comm(self._peers.device), f"combine of {ticket.where}", ticket.packed)
         ticket.payload = start(flight, *ticket.payload)
         ticket.state = replace(state, flight=flight)

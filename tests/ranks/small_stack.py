@@ -110,8 +110,8 @@ def masks(xs: list[Tensor]) -> list[Tensor | None]:
 
 
 def loss_of(y: Tensor, auxes: list[MoEAux]) -> Tensor:
-    weight = torch.arange(1.0, H + 1)
-    return (y.square() * weight).sum() + sum((a.loss * a.num_tokens for a in auxes), torch.zeros(()))
+    weight = torch.arange(1.0, H + 1, device=y.device)
+    return (y.square() * weight).sum() + sum((a.loss * a.num_tokens for a in auxes), y.new_zeros(()))
 
 
 def loads(stack: nn.Module) -> Tensor:
