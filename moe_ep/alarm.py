@@ -145,7 +145,7 @@ class Alarm:
                 self._raise()
             time.sleep(0 if time.perf_counter() < spin_until else _NAP_S)
 
-    def fail(self, err: Exception, where: str) -> None:
+    def fail(self, err: BaseException, where: str) -> None:
         """Make the other ranks raise because of `err`; returns when all have stopped or the group was given up.
 
         Nothing happens for an error that all ranks raise anyway, nor for one that was told before.
@@ -154,15 +154,15 @@ class Alarm:
             return
         self.stop_all(err, where)
 
-    def stop_all(self, err: Exception, where: str) -> None:
+    def stop_all(self, err: BaseException, where: str) -> None:
         """As `fail`, also where the other ranks raise `err` of themselves and only have to stop at one call."""
         mark_everywhere(err)
-        text = f"{where}: {type(err).__name__}: {err}"
+        text = f"{where}: {type(err).__name__}: {err}".removesuffix(": ")
         self._stop(text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]} ...")
         if self.given_up is not None:
             err.add_note(self.given_up)
 
-    def explain(self, err: Exception) -> None:
+    def explain(self, err: BaseException) -> None:
         """Raise what another rank had to say before it left, where `err` only says that it is gone.
 
         Raises:
@@ -308,7 +308,7 @@ def raise_on_all_ranks(group: dist.ProcessGroup | None) -> Iterator[None]:
         yield
         if (alarm := find_alarm(group)) is not None:
             alarm.meet()
-    except Exception as err:
+    except BaseException as err:  # who catches a KeyboardInterrupt or a SystemExit goes on, too
         if (alarm := find_alarm(group)) is not None:
             alarm.explain(err)
             alarm.fail(err, f"a step, behind {alarm.last or 'no communication yet'}")

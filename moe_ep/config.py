@@ -20,6 +20,7 @@ RouterName = Literal["softmax", "sigmoid", "grouped"]
 Weighting = Literal["output", "activation"]
 AuxLevel = Literal["batch", "sequence", "none"]
 Kernels = Literal["auto", "cuda", "torch"]
+MAX_MICRO_BATCHES = 63  # interleaved; ranks compare the number in six bits
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 C = TypeVar("C")
 _RANGES = {
@@ -183,6 +184,19 @@ def check_types(config: Any) -> None:
         coerce(getattr(config, field.name), hints[field.name], field.name)
 
 
+def check_num_micro_batches(number: int) -> None:
+    """Refuse more than ranks compare; beyond that, one that interleaves another number would be waited for.
+
+    Raises:
+        RecipeError: value, limit and way out.
+    """
+    require(
+        number <= MAX_MICRO_BATCHES,
+        f"{number} micro-batches are more than the {MAX_MICRO_BATCHES} that can be interleaved; pass fewer at once "
+        "(num_micro_batches, train.intra_layer_micro_batch of a recipe) and accumulate gradients over several passes",
+    )
+
+
 def check_moe(config: MoEConfig) -> None:
     """Refuse what no machine and no group could run.
 
@@ -191,6 +205,7 @@ def check_moe(config: MoEConfig) -> None:
     """
     for name in ("hidden_size", "expert_intermediate_size", "num_experts", "top_k", "num_micro_batches"):
         require(getattr(config, name) >= 1, f"{name} must be at least 1, got {getattr(config, name)}")
+    check_num_micro_batches(config.num_micro_batches)
     require(config.dtype in DTYPES, f"dtype {config.dtype!r} is not one of {', '.join(DTYPES)}")
     require(
         config.top_k <= config.num_experts,

@@ -22,16 +22,17 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, overload
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .dispatch.base import Dispatcher
 from .dispatch.ticket import Stage, Ticket
 from .dispatch.waits import ALL_WAITS
-from .domino_checks import check_listed, check_shape, two_of_shape
+from .domino_checks import check_group, check_listed, check_region, check_shape, check_taken_apart, two_of_shape
 from .eager import eager
 from .errors import InputError, ProtocolError, RecipeError
-from .layer import LayerFlight, MoEAux, MoELayer, check_layer_indices
+from .layer import LayerFlight, MoEAux, MoELayer, check_layer_indices, moe_layers
 from .peers import is_early_stop
 from .schedule import Kind, Link, Schedule, Step, schedule
 from .tracing import stage_range
@@ -90,7 +91,7 @@ class DominoLayer(nn.Module):
 
     Called with a tensor it is the plain layer: (x [..., H], valid) to (y [..., H], MoEAux or None). Called with M
     pending outputs it gives M pending outputs and M MoEAux. Both are one code path. Hooks on the module's call, such as
-    FSDP2's, see either.
+    FSDP2's, see either. `moe` is taken apart: only the calls of its router, experts and shared experts see hooks.
     """
 
     moe: MoELayer | None
@@ -124,7 +125,16 @@ class DominoLayer(nn.Module):
         Args:
             region: None: nothing is recomputed.
             attention: False: only from the router on.
+
+        Raises:
+            RecipeError: `region` cannot be called; at the layer's call: it records no gradients where the caller does
+                (use_reentrant=True), or returns something else than what it was given to run.
         """
+        if region is not None and not callable(region):
+            raise RecipeError(
+                f"region must be a function of a function and tensors, or None, got {type(region).__name__}; pass "
+                "moe_ep.recompute_region"
+            )
         self._region = region
         self._outside = () if region is None else (Kind.RESOLVE,) if attention else (Kind.RESOLVE, Kind.ATTENTION)
 
@@ -136,14 +146,19 @@ class DominoLayer(nn.Module):
 
     def forward(self, x: Any, valid: Any = None) -> Any:
         """See the class. `valid` bool [...] (for each micro-batch): tokens with False visit no routed expert."""
-        if isinstance(x, Tensor):
-            (pending,), (aux,) = self._run([Pending(base=x)], [valid])
-            return pending.resolve(), aux
-        check_listed(x, valid, Pending)
-        return self._run(list(x), [None] * len(x) if valid is None else list(valid))
+        try:
+            if isinstance(x, Tensor):
+                (pending,), (aux,) = self._run([Pending(base=x)], [valid])
+                return pending.resolve(), aux
+            check_listed(x, valid, Pending)
+            return self._run(list(x), [None] * len(x) if valid is None else list(valid))
+        except BaseException as err:
+            _tell(err, [self], self._name())
+            raise
 
     def _run(self, inputs: list[Pending], valid: list[Tensor | None]) -> Group:
         if self.moe is not None:
+            check_taken_apart(self.moe)
             self.moe.dispatcher.check_interleaving(len(inputs))
         plan, links = self._plan(len(inputs), _host_runs_ahead(inputs[0].base))
         run = _Run(self, inputs, valid, links)
@@ -152,6 +167,9 @@ class DominoLayer(nn.Module):
             run.walk(plan.steps[plan.before :])
             return run.results()
         return _recomputed(self._region, run, plan)
+
+    def _name(self) -> str:
+        return "a dense layer" if self.moe is None else f"layer {self.moe.layer_index}"
 
     @eager  # a trace cannot make a schedule again
     def _plan(self, num_micro_batches: int, host_ahead: bool) -> tuple[Schedule, Sequence[frozenset[Link]]]:
@@ -186,12 +204,12 @@ class _Run:
                 continue
             try:
                 _DO[step.key.kind](self, step.key.micro_batch)
-            except Exception as err:
+            except BaseException as err:
                 if not is_early_stop(err):
                     self._abandon(err, step)
                 raise
 
-    def _abandon(self, err: Exception, step: Step) -> None:
+    def _abandon(self, err: BaseException, step: Step) -> None:
         """Give back what the micro-batches hold, and let no rank wait for this one."""
         tickets = [flight.ticket for flight in self.flights.values()]
         for ticket in [*tickets, *(pending.ticket for pending in self.inputs.values() if pending.ticket is not None)]:
@@ -225,9 +243,7 @@ class _Run:
         return stage_range(stage, None if moe is None else moe.layer_index, i)
 
     def _where(self, method: str, i: int) -> str:
-        moe, kind = self.layer.moe, type(self.layer).__name__
-        layer = "a dense layer" if moe is None else f"layer {moe.layer_index}"
-        return f"{layer}, micro-batch {i}: {method} of {kind}"
+        return f"{self.layer._name()}, micro-batch {i}: {method} of {type(self.layer).__name__}"
 
     def resolve(self, i: int) -> None:
         pending = self.inputs.pop(i)
@@ -305,16 +321,18 @@ _DO: dict[Kind, Callable[[_Run, int], None]] = {
 
 def _recomputed(region: Region, start: _Run, plan: Schedule) -> Group:
     """The steps of a region, which calls `body` now and perhaps again in backward."""
-    passes = 0
+    passes, recorded = 0, torch.is_grad_enabled()
 
     def body(*_: Tensor) -> Group | None:
         nonlocal passes
         passes += 1
+        check_region(recorded)
         run, again = start.inside(), passes > 1
         run.walk(plan.steps[plan.before :], again=again)
         return None if again else run.results()
 
-    return region(body, *start.x.values(), *start.h.values(), *start.n.values())
+    returned = region(body, *start.x.values(), *start.h.values(), *start.n.values())
+    return check_group(returned, len(start.valid), Pending)
 
 
 def launch(
@@ -345,7 +363,7 @@ def launch(
     for number, layer in enumerate(layers):
         try:
             pending, said = layer(pending, valid)
-        except Exception as err:
+        except BaseException as err:
             _tell(err, layers, f"layer {number} of {len(layers)}")
             raise
         for collected, aux in zip(auxes, said, strict=True):
@@ -353,10 +371,10 @@ def launch(
     return pending, auxes
 
 
-def _tell(err: Exception, layers: Sequence[nn.Module], where: str) -> None:
+def _tell(err: BaseException, layers: Sequence[nn.Module], where: str) -> None:
     """For dense layers, and what a framework does around a layer."""
-    found = [getattr(layer, "moe", None) for layer in layers]
-    for dispatcher in {moe.dispatcher: None for moe in found if isinstance(moe, MoELayer)}:
+    found = [moe for layer in layers if isinstance(layer, nn.Module) for moe in moe_layers(layer)]
+    for dispatcher in {moe.dispatcher: None for moe in found}:
         dispatcher.raise_everywhere(err, where)
 
 
@@ -389,4 +407,8 @@ class DominoStack(nn.Module):
     ) -> tuple[list[Tensor], list[list[MoEAux]]]:
         """See `launch`; here everything is resolved."""
         pending, auxes = launch(self.layers, xs, valid)
-        return [output.resolve() for output in pending], auxes
+        try:
+            return [output.resolve() for output in pending], auxes
+        except BaseException as err:
+            _tell(err, list(self.layers), "the outputs of a stack")
+            raise

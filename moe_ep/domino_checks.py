@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .errors import InputError
+from .errors import InputError, RecipeError
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def check_listed(xs: Any, valid: Any, what: type = Tensor) -> None:
@@ -42,6 +44,45 @@ def check_shape(tensor: Any, shape: torch.Size, where: str) -> None:
     """What a piece of a layer returns has the shape of its input; anything else would be broadcast or mixed up."""
     if not isinstance(tensor, Tensor) or tensor.shape != shape:
         raise InputError(f"{where} must return tensors of shape {list(shape)}, like its input, got {_kind_of(tensor)}")
+
+
+def check_taken_apart(moe: Any) -> None:
+    """Refuse what would be passed by in silence: a layer's `moe` is never called as a whole, only its pieces are."""
+    if not isinstance(moe, nn.Module):
+        return
+    found = ""
+    if not hasattr(type(moe), "prepare") and not hasattr(moe, "_orig_mod"):  # a compiled layer runs as it stands
+        found = f"{type(moe).__name__} wraps it"
+    elif any(getattr(moe, hooks) for hooks in _HOOKS):
+        found = f"{type(moe).__name__} has hooks"
+    if found:
+        raise RecipeError(
+            f"`moe` of a DominoLayer is never called as a whole, so what is around it would not run: {found}; wrap or "
+            "hook the layer, or `moe.router`, `moe.experts` and `moe.shared` (fully_shard too), and recompute with "
+            "DominoLayer.recompute_in"
+        )
+
+
+def check_region(recorded: bool) -> None:
+    """Inside of a region: it must record gradients where its caller does, or they are lost without a word."""
+    if recorded and not torch.is_grad_enabled():
+        raise RecipeError(
+            "the region of recompute_in runs without recording gradients, and its caller records them, so they would "
+            "be lost; pass moe_ep.recompute_region, or a checkpoint with use_reentrant=False"
+        )
+
+
+def check_group(returned: Any, count: int, what: type) -> Any:
+    """What a region has to return: what the function that it was given returned, once, M pending outputs and M aux."""
+    if isinstance(returned, tuple | list) and len(returned) == 2:
+        pending, auxes = returned
+        lists = isinstance(pending, tuple | list) and isinstance(auxes, tuple | list)
+        if lists and len(pending) == len(auxes) == count and all(isinstance(each, what) for each in pending):
+            return returned
+    raise RecipeError(
+        f"the region of recompute_in must call the function that it is given once and return what that returns, got "
+        f"{_kind_of(returned)}; pass moe_ep.recompute_region"
+    )
 
 
 def _kind_of(value: Any) -> str:

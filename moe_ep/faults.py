@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .config import MAX_MICRO_BATCHES
 from .errors import CapacityError, InputError, MoEError, NonFiniteError, PeerError, ProtocolError, lost_peer
 from .ops import routes_module
 from .peers import mark_everywhere, mark_out_of_step
@@ -21,7 +22,7 @@ from .routing import Routing, count_bad_ids
 
 FORWARD_ONLY = 1  # the value of a pair without a fault, where no gradient is recorded
 NUM_WORDS = 3  # that each rank sends along with its counts: code, value, and which micro-batch of which layer it is at
-_MICRO_BATCH_BITS, _INTERLEAVED_BITS = 10, 6  # of a place; the layer is above them
+_MICRO_BATCH_BITS = 10  # of a place; above them how many interleave, above those the layer
 
 
 class Fault(enum.IntEnum):
@@ -122,7 +123,7 @@ def raise_faults(
 def place_of(layer: int, micro_batch: int, num_micro_batches: int = 1) -> int:
     """Layer, micro-batch and how many of them interleave as one int that ranks compare, the layer above 16 bits."""
     low = micro_batch & ((1 << _MICRO_BATCH_BITS) - 1)
-    return (layer << 16) | (min(num_micro_batches, (1 << _INTERLEAVED_BITS) - 1) << _MICRO_BATCH_BITS) | low
+    return (layer << 16) | (min(num_micro_batches, MAX_MICRO_BATCHES) << _MICRO_BATCH_BITS) | low
 
 
 def _same_place(places: Sequence[int]) -> None:

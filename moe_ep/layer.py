@@ -176,7 +176,7 @@ class MoELayer(nn.Module):
         try:
             with stage_range("route", self.layer_index, micro_batch):
                 x_TH, routing, router_aux = self._route(x, valid)
-        except Exception as err:
+        except BaseException as err:
             # the other ranks are on their way to the exchange of counts; they must not wait there for this one
             device = x.device if isinstance(x, Tensor) else None
             self.dispatcher.announce_failure(device, layer=self.layer_index, micro_batch=micro_batch)
@@ -236,7 +236,7 @@ class MoELayer(nn.Module):
         """Around what runs while the other ranks expect this one's next communication."""
         try:
             yield
-        except Exception as err:
+        except BaseException as err:
             if not is_early_stop(err):
                 where = flight.ticket.where
                 flight.ticket.release()

@@ -32,7 +32,7 @@ def is_lost_peer(err: BaseException) -> bool:
     return False
 
 
-def mark_everywhere(err: Exception) -> None:
+def mark_everywhere(err: BaseException) -> None:
     """Say that the other ranks raise too, so that nobody needs to tell them."""
     setattr(err, _EVERYWHERE, True)
 

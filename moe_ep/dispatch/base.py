@@ -10,14 +10,14 @@ import contextlib
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..alarm import Alarm, alarm_of
-from ..config import DispatchConfig
+from ..config import DispatchConfig, check_num_micro_batches
 from ..debug import debug
 from ..eager import eager
 from ..errors import InputError, MoEError, PeerError, ProtocolError, RecipeError
@@ -121,6 +121,12 @@ class Dispatcher(ABC):
     @abstractmethod
     def _announce(self, ticket: Ticket, device: torch.device, code: Fault, value: int) -> None:
         """Tell the other ranks of a fault known on the host before this rank raises, so that they do not wait."""
+
+    def __reduce__(self) -> Any:
+        raise ProtocolError(
+            f"dispatcher {self.name!r} belongs to a process group of this job and cannot be pickled; save the model's "
+            "state_dict() in place of the model, and build the layers again to load it"
+        )
 
     def __deepcopy__(self, memo: dict[int, object]) -> Dispatcher:
         """The dispatcher itself: layers share one, and a process group cannot be copied."""
@@ -264,7 +270,7 @@ class Dispatcher(ABC):
         self._announce(ticket, self._home(device), Fault.BAD_INPUT, 0)
         ticket.release()
 
-    def raise_everywhere(self, err: Exception, where: str) -> None:
+    def raise_everywhere(self, err: BaseException, where: str) -> None:
         """Make the other ranks raise a PeerError, wherever they wait, because this one raises `err` at `where`.
 
         It returns when all ranks have stopped (`moe_ep.alarm`); the caller then raises. Nothing happens for an error
@@ -274,11 +280,12 @@ class Dispatcher(ABC):
             self.alarm.fail(err, where)
 
     def check_interleaving(self, num_micro_batches: int) -> None:
-        """Refuse more micro-batches at once than the back end holds.
+        """Refuse more micro-batches at once than the back end holds, or than ranks can tell each other of.
 
         Raises:
             RecipeError: value, limit and way out.
         """
+        check_num_micro_batches(num_micro_batches)
         most = self.capabilities.max_tickets
         if most is not None and num_micro_batches > most:
             reason = too_many_tickets(self.capabilities, num_micro_batches)

@@ -94,7 +94,8 @@ class Flight:
         if not self.packed.has_node:
             raise ProtocolError(
                 f"{self._what}: gradients are recorded, but were not when the payload was packed, so backward would "
-                "lose them; run all stages of a micro-batch with gradients on, or all with gradients off"
+                "lose them; run all stages of a micro-batch with gradients on, or all with gradients off, also where "
+                "an activation checkpoint runs some of them (use_reentrant=False)"
             )
 
     def launch_forward(self, payload: Tensors) -> Tensors:
@@ -205,10 +206,15 @@ def start(flight: Flight, *payload: Tensor) -> Tensors:
 
 
 def finish(flight: Flight, *received: Tensor) -> Tensors:
-    """Wait; returns the received tensors, valid on the caller's stream."""
+    """Wait; returns the received tensors, valid on the caller's stream.
+
+    Raises:
+        ProtocolError: gradients are recorded here, but were not in `pack`.
+    """
     if not torch.is_grad_enabled():
         flight.wait_forward()
         return received
+    flight.check_packed()
     finished: Tensors = _Finish.apply(flight, *received)
     return finished
 

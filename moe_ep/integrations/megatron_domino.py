@@ -178,7 +178,7 @@ class DominoTransformerBlock(TransformerBlock):
         try:
             pending, _ = launch(layers, xs, padding)
             return torch.cat([piece.resolve() for piece in pending], dim=1)
-        except Exception as err:
+        except BaseException as err:
             for dispatcher in dispatchers:  # a dense layer knows none
                 dispatcher.raise_everywhere(err, "a transformer block")
             raise

@@ -124,7 +124,7 @@ class MegatronMoELayer(MoELayer):
         """Around what runs while the other ranks expect this one's next communication."""
         try:
             yield
-        except Exception as err:
+        except BaseException as err:
             self.token_dispatcher.abandon()
             where = f"layer {self.token_dispatcher.layer_index} ({stage})"
             self.dispatcher.raise_everywhere(err, where)

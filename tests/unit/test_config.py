@@ -53,6 +53,7 @@ REFUSED = [
     ({"hidden_size": -4}, "hidden_size must be at least 1, got -4"),
     ({"num_experts": 0}, "num_experts must be at least 1, got 0"),
     ({"num_micro_batches": 0}, "num_micro_batches must be at least 1, got 0"),
+    ({"num_micro_batches": 64}, "64 micro-batches are more than the 63 that can be interleaved; pass fewer"),
     ({"dtype": "float8"}, "dtype 'float8' is not one of float32, bfloat16, float16, float64"),
     ({"max_tokens": 0}, "max_tokens must be at least 1, got 0; or leave it unset"),
     ({"num_sms": -2}, "num_sms must be at least 1, got -2"),

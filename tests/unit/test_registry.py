@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.metadata
+import pickle
 import re
 import subprocess
 import sys
@@ -12,7 +14,15 @@ from pathlib import Path
 import pytest
 
 import moe_ep
-from moe_ep import DispatchConfig, RecipeError, Unavailable, build_dispatcher, known_dispatchers, register_dispatcher
+from moe_ep import (
+    DispatchConfig,
+    ProtocolError,
+    RecipeError,
+    Unavailable,
+    build_dispatcher,
+    known_dispatchers,
+    register_dispatcher,
+)
 from moe_ep.dispatch import Capabilities, close_dispatchers, find_dispatcher, unavailable_reasons
 from moe_ep.dispatch import registry as registry_module
 from moe_ep.dispatch.capabilities import capability_reasons
@@ -161,3 +171,10 @@ def test_every_name_of_the_package_is_known_before_its_module_is_imported() -> N
     for decorator, known in zip(("experts", "dispatcher"), said.split("|"), strict=True):
         names = re.findall(rf'^@register_{decorator}\("(\w+)"\)', text, re.MULTILINE)
         assert len(names) > 3 and set(names) <= set(known.split())
+
+
+def test_a_dispatcher_is_not_pickled_and_says_what_to_save() -> None:
+    dispatcher = build_dispatcher(DispatchConfig(name="local", num_experts=4, top_k=2, hidden_size=8), None)
+    with pytest.raises(ProtocolError, match=r"dispatcher 'local' belongs to a process group .* state_dict"):
+        pickle.dumps(dispatcher)
+    assert copy.deepcopy(dispatcher) is dispatcher
