@@ -21,6 +21,8 @@ Weighting = Literal["output", "activation"]
 AuxLevel = Literal["batch", "sequence", "none"]
 Kernels = Literal["auto", "cuda", "torch"]
 MAX_MICRO_BATCHES = 63  # interleaved; ranks compare the number in six bits
+ReplicaPlanner = Literal["quota", "fixed_rows"]
+ReplicaTransport = Literal["auto", "peer", "messages"]
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 C = TypeVar("C")
 _RANGES = {
@@ -72,6 +74,40 @@ class DispatchConfig:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaConfig:
+    """Copies of hot experts, made for each micro-batch anew; see `moe_ep.replica`.
+
+    Attributes:
+        slots: S, copies of other ranks' experts that a rank can hold at a time; 0: none are made.
+        planner: "quota" lowers the largest rank load as far as S slots allow; "fixed_rows" gives every rank its equal
+            share, and needs S >= E/R.
+        min_quota: fewest rows of a micro-batch that are worth a copy.
+        joint: micro-batches that interleave share one placement and one copy of the weights, each with quotas of its
+            own; they are then routed all of them before the first is sent.
+        transport: "messages" of the process group, kernels over "peer" memory, or "auto": peer memory where all ranks
+            can, else messages.
+    """
+
+    slots: int = 0
+    planner: ReplicaPlanner = "quota"
+    min_quota: int = 1
+    joint: bool = False
+    transport: ReplicaTransport = "auto"
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        require(self.slots >= 0, f"slots must not be negative, got {self.slots}; 0 makes no copies")
+        require(self.min_quota >= 1, f"min_quota must be at least 1, got {self.min_quota}")
+        require(
+            self.planner == "quota" or (self.min_quota == 1 and not self.joint),
+            f"planner = {self.planner!r} gives every rank its equal share, so min_quota = {self.min_quota} and joint = "
+            f"{self.joint} cannot be kept to; use min_quota = 1 and joint = false, or planner = 'quota'",
+        )
+        without = [f.name for f in dataclasses.fields(self) if self.slots == 0 and getattr(self, f.name) != f.default]
+        require(not without, f"{', '.join(without)} would have no effect with slots = 0; set slots, or leave it out")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MoEConfig:
     """One MoE layer. Every field but the sizes has the default that a recipe's `[moe]` section has.
 
@@ -97,6 +133,7 @@ class MoEConfig:
             "auto" (the kernels where they can run, else torch and a warning).
         capacity_factor, num_sms, num_micro_batches: see DispatchConfig.
         options: back-end keys: a dict, or (key, value) pairs; kept as a tuple of sorted pairs.
+        replica: copies of hot experts; a dict of its fields will do.
         init_std: standard deviation of the initial weights; a function of the global expert id, not of the rank.
     """
 
@@ -126,24 +163,31 @@ class MoEConfig:
     num_sms: int | None = None
     num_micro_batches: int = 1
     options: Any = ()
+    replica: ReplicaConfig = dataclasses.field(default_factory=ReplicaConfig)
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "options", sorted_options(self.options))
+        if isinstance(self.replica, Mapping):
+            object.__setattr__(self, "replica", from_mapping(ReplicaConfig, self.replica, "replica"))
         check_types(self)
         check_moe(self)
 
-    def dispatch(self) -> DispatchConfig:
-        """The part that the dispatcher sees."""
+    def dispatch(self, num_ranks: int = 1) -> DispatchConfig:
+        """The part that the dispatcher of a group of R = num_ranks sees.
+
+        With replicas that is P = E + R*S physical experts, and a routing that keeps to no columns any more.
+        """
+        rerouted = self.replica.slots > 0
         return DispatchConfig(
             name=self.dispatcher,
-            num_experts=self.num_experts,
+            num_experts=self.num_experts + num_ranks * self.replica.slots,
             top_k=self.top_k,
             hidden_size=self.hidden_size,
             dtype=self.dtype,
             max_tokens=self.max_tokens,
-            router=self.router,
-            num_groups=self.num_groups,
+            router="softmax" if rerouted else self.router,
+            num_groups=0 if rerouted else self.num_groups,
             capacity_factor=self.capacity_factor,
             num_sms=self.num_sms,
             kernels=self.kernels,

@@ -6,10 +6,11 @@ expert l computes (silu(x Wg^T) * (x Wu^T)) Wd^T with Wg = w_gate_up[l, :I], Wu 
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import os
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +22,26 @@ from .eager import eager
 from .errors import InputError, RecipeError, Unavailable
 from .grouped_mlp import grouped_swiglu
 from .initial import SHARED_EXPERT_ID, generator_for, normal_
-from .permute import ExpertInput
+from .permute import ExpertInput, split_input
 from .sms import grouped_mm_refusal, leave_free, num_sms
+
+Weights = tuple[Tensor, Tensor]  # w_gate_up [L, 2I, H], w_down [L, H, I]
+
+
+class Replicas(Protocol):
+    """Copies of other ranks' experts that one micro-batch uses beside the masters, this rank's own experts."""
+
+    def take(self, masters: Weights) -> tuple[Weights, Weights]:
+        """Masters [L, ...] and slots [S, ...], filled; what comes out is what the experts compute with."""
+        ...
+
+    def enter(self, x: Tensor) -> Tensor:
+        """The experts' input, tied to the copies: what is behind it in backward does not need them any more."""
+        ...
+
+    def again(self, y: Tensor) -> Tensor:
+        """The experts' output, tied to the copies: in backward they are there again before the experts' own."""
+        ...
 
 
 class GroupedExperts(nn.Module):
@@ -61,12 +80,13 @@ class GroupedExperts(nn.Module):
             normal_(self.w_down[local], self.config.init_std, generator)
 
     @eager
-    def forward(self, inp: ExpertInput, *, reserve_sms: int = 0) -> Tensor:
+    def forward(self, inp: ExpertInput, *, reserve_sms: int = 0, replicas: Replicas | None = None) -> Tensor:
         """Weighted expert outputs.
 
         Args:
             inp: rows in the parameters' dtype, float32 row weights (float64 too where the rows are float64).
             reserve_sms: SMs that the GEMMs leave free for communication beside them, in backward as well.
+            replicas: further experts of this micro-batch, whose rows stand behind those of the rank's own.
 
         Returns:
             [N, H] in the rows' dtype: w[n] * expert(row n), with gradients to the rows, the row weights and both
@@ -77,11 +97,16 @@ class GroupedExperts(nn.Module):
                 with MOE_EP_DEBUG=1 and a wait for the device, elsewhere.
             Unavailable: reserve_sms where `reserve_refusal` has a reason.
         """
-        _check_input(inp, self.w_down)
         if reserve_sms:
             _check_reserve(self, reserve_sms, inp.source.device)
+        masters = self.w_gate_up, self.w_down
+        sets: tuple[Weights, ...] = (masters,) if replicas is None else replicas.take(masters)
+        _check_input(inp, sum(w_down.shape[0] for _, w_down in sets), self.w_down)
         with no_autocast(inp.source.device), leave_free(reserve_sms):
-            return self.compute(inp)
+            if replicas is None:
+                return self.compute(inp)
+            inp = dataclasses.replace(inp, source=replicas.enter(inp.source))
+            return replicas.again(self.compute_sets(inp, sets))
 
     def reserve_refusal(self, device: torch.device) -> str | None:
         """Why these experts cannot leave SMs free on a device, in a few words; None: they can."""
@@ -90,6 +115,26 @@ class GroupedExperts(nn.Module):
     def compute(self, inp: ExpertInput) -> Tensor:
         """What a back end implements: `forward` without the checks, under `sms.leave_free`."""
         raise NotImplementedError(f"{type(self).__name__} must implement compute(inp)")
+
+    def compute_sets(self, inp: ExpertInput, sets: Sequence[Weights]) -> Tensor:
+        """As `compute`, with the weights of several sets of experts in place of the parameters.
+
+        The experts of the first set own the first groups of rows, those of the second the next. What a set holds in
+        backward is what backward has to compute with: keep references, no copies. Back ends that do not define it
+        refuse replicas.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must implement compute_sets(inp, sets)")
+
+    @classmethod
+    def replica_refusal(cls, host_counts: bool) -> str | None:
+        """Why these experts cannot compute copies of others', in a few words; None: they can.
+
+        Args:
+            host_counts: whether the dispatcher reads row counts on the host.
+        """
+        if cls.compute_sets is GroupedExperts.compute_sets:
+            return f"{cls.__name__} defines no compute_sets, so it knows one set of experts only"
+        return None
 
     @classmethod
     def findings(cls) -> list[str]:
@@ -181,12 +226,31 @@ class TorchExperts(GroupedExperts):
     def compute(self, inp: ExpertInput) -> Tensor:
         """See GroupedExperts.forward."""
         _refuse_float64(self.w_down.dtype)
-        activation = self.config.weighting == "activation"
-        return grouped_swiglu(inp, self.w_gate_up, self.w_down, weight_activation=activation)
+        return self._grouped(inp, (self.w_gate_up, self.w_down))
+
+    def compute_sets(self, inp: ExpertInput, sets: Sequence[Weights]) -> Tensor:
+        """See GroupedExperts; a call for each set, on rows that are expanded and split on the host."""
+        _refuse_float64(self.w_down.dtype)
+        parts = split_input(inp, [w_down.shape[0] for _, w_down in sets])
+        return torch.cat([self._grouped(part, weights) for part, weights in zip(parts, sets, strict=True)])
+
+    def _grouped(self, inp: ExpertInput, weights: Weights) -> Tensor:
+        return grouped_swiglu(inp, *weights, weight_activation=self.config.weighting == "activation")
+
+    @classmethod
+    def replica_refusal(cls, host_counts: bool) -> str | None:
+        """See GroupedExperts."""
+        return None if host_counts else HOST_SPLIT
 
     def reserve_refusal(self, device: torch.device) -> str | None:
         """See GroupedExperts."""
         return grouped_mm_refusal(device, self.w_down.dtype)
+
+
+HOST_SPLIT = (
+    "they compute a rank's own experts and its copies in two calls, whose rows are split on the host, and this "
+    "dispatcher reads no counts there (leave capacity_factor unset, or take experts = 'quack')"
+)
 
 
 def _refuse_float64(dtype: torch.dtype) -> None:
@@ -203,21 +267,27 @@ class LoopExperts(GroupedExperts):
 
     def compute(self, inp: ExpertInput) -> Tensor:
         """See GroupedExperts.forward; here the rows beyond offsets[L] are zero."""
+        return self.compute_sets(inp, [(self.w_gate_up, self.w_down)])
+
+    def compute_sets(self, inp: ExpertInput, sets: Sequence[Weights]) -> Tensor:
+        """See GroupedExperts; one expert after the other all the same."""
         counts = inp.host_counts or tuple(inp.tokens_per_expert.tolist())
+        every = [both for gate_up, down in sets for both in zip(gate_up, down, strict=True)]
         total = sum(counts)
         # every expert is visited, also without rows: its parameters must get zero gradients, not None
         rows = inp.rows()[:total].split(counts)
         weights = inp.row_weights[:total].split(counts)
-        parts = [self._expert(local, x, w) for local, (x, w) in enumerate(zip(rows, weights, strict=True))]
+        parts = [self._expert(expert, x, w) for expert, x, w in zip(every, rows, weights, strict=True)]
         tail = parts[0].new_zeros((inp.capacity - total, self.w_down.shape[1]))
         return torch.cat([*parts, tail])
 
-    def _expert(self, local: int, x_NH: Tensor, weights_N: Tensor) -> Tensor:
-        gate, up = F.linear(x_NH, self.w_gate_up[local]).chunk(2, dim=-1)
+    def _expert(self, expert: Weights, x_NH: Tensor, weights_N: Tensor) -> Tensor:
+        w_gate_up, w_down = expert  # [2I, H], [H, I]
+        gate, up = F.linear(x_NH, w_gate_up).chunk(2, dim=-1)
         act = F.silu(gate) * up
         if self.config.weighting == "activation":
-            return F.linear(_scaled(act, weights_N), self.w_down[local])
-        return _scaled(F.linear(act, self.w_down[local]), weights_N)
+            return F.linear(_scaled(act, weights_N), w_down)
+        return _scaled(F.linear(act, w_down), weights_N)
 
 
 class SharedExperts(nn.Module):
@@ -273,8 +343,8 @@ def _scaled(rows: Tensor, weights_N: Tensor) -> Tensor:
     return (rows * weights_N.unsqueeze(-1)).to(rows.dtype)
 
 
-def _check_input(inp: ExpertInput, w_down: Tensor) -> None:
-    num_local, hidden_size, _ = w_down.shape
+def _check_input(inp: ExpertInput, num_local: int, w_down: Tensor) -> None:
+    hidden_size = w_down.shape[1]
     source, weights, dtype = inp.source, inp.row_weights, w_down.dtype
     if source.dim() != 2 or source.shape[1] != hidden_size or inp.num_local_experts != num_local:
         raise InputError(

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .config import MAX_MICRO_BATCHES
-from .errors import CapacityError, InputError, MoEError, NonFiniteError, PeerError, ProtocolError, lost_peer
+from .errors import CapacityError, InputError, MoEError, NonFiniteError, PeerError, PlanError, ProtocolError, lost_peer
 from .ops import routes_module
 from .peers import mark_everywhere, mark_out_of_step
 from .routing import Routing, count_bad_ids
@@ -39,6 +39,7 @@ class Fault(enum.IntEnum):
     NO_GRAD = 8
     OTHER_PLACE = 9
     LOST = 10
+    OTHER_PLAN = 11
 
 
 _SENTENCES: dict[Fault, tuple[type[MoEError], str]] = {
@@ -70,6 +71,11 @@ _SENTENCES: dict[Fault, tuple[type[MoEError], str]] = {
         "micro-batches; all ranks take them in one order, and pass the same number to a stack",
     ),
     Fault.LOST: (PeerError, "rank {value} did not come within the group's timeout; look at its log"),
+    Fault.OTHER_PLAN: (
+        PlanError,
+        "the replica plan of rank {value} differs from rank 0's, here or one micro-batch before; all ranks must plan "
+        "from the same load, with the same slots, smallest quota and planner, and the same version of moe_ep",
+    ),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -9,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .config import MoEConfig
-from .experts import GroupedExperts
-from .permute import ExpertInput
+from .experts import HOST_SPLIT, GroupedExperts, Weights
+from .permute import ExpertInput, split_input
 
 SIZE_MULTIPLE = 8  # kernels read 16 bytes of a row at a time
 
@@ -48,16 +49,29 @@ class GemmExperts(GroupedExperts):
 
     def compute(self, inp: ExpertInput) -> Tensor:
         """See GroupedExperts.forward; here the rows beyond offsets[L] are zero."""
-        products = self.products()
+        return self._swiglu(inp, (self.w_gate_up, self.w_down))
+
+    def compute_sets(self, inp: ExpertInput, sets: Sequence[Weights]) -> Tensor:
+        """See GroupedExperts; a call for each set, on rows that are expanded and split on the host."""
+        parts = split_input(inp, [w_down.shape[0] for _, w_down in sets])
+        return torch.cat([self._swiglu(part, weights) for part, weights in zip(parts, sets, strict=True)])
+
+    @classmethod
+    def replica_refusal(cls, host_counts: bool) -> str | None:
+        """See GroupedExperts."""
+        return None if host_counts else HOST_SPLIT
+
+    def _swiglu(self, inp: ExpertInput, weights: Weights) -> Tensor:
+        products, (w_gate_up, w_down) = self.products(), weights
         counts = inp.host_counts if inp.host_counts is not None else tuple(inp.tokens_per_expert.tolist())
         total = sum(counts)
         x_NH, weights_N = inp.rows()[:total], inp.row_weights[:total, None]
-        gate, up = _Grouped.apply(products, x_NH, self.w_gate_up, counts).chunk(2, dim=-1)
+        gate, up = _Grouped.apply(products, x_NH, w_gate_up, counts).chunk(2, dim=-1)
         act = F.silu(gate) * up
         if self.config.weighting == "activation":
-            y_NH: Tensor = _Grouped.apply(products, (act * weights_N).to(act.dtype), self.w_down, counts)
+            y_NH: Tensor = _Grouped.apply(products, (act * weights_N).to(act.dtype), w_down, counts)
         else:
-            y_NH = _Grouped.apply(products, act, self.w_down, counts)
+            y_NH = _Grouped.apply(products, act, w_down, counts)
             y_NH = (y_NH * weights_N).to(y_NH.dtype)
         return y_NH if total == inp.capacity else F.pad(y_NH, (0, 0, 0, inp.capacity - total))
 

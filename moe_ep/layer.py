@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .config import MoEConfig
+from .config import DispatchConfig, MoEConfig
 from .dispatch.agreement import agree
 from .dispatch.registry import build_dispatcher, refusal
 from .dispatch.ticket import Ticket
@@ -26,6 +26,8 @@ from .experts import SharedExperts, build_experts
 from .load import rank_load
 from .losses import RouterAux
 from .peers import is_early_stop, mark_everywhere
+from .replica.lease import Lease
+from .replica.runtime import ReplicaRuntime, build_runtime, check_replicas
 from .router import SigmoidRouter, build_router
 from .routing import Routing
 from .schedule import Link
@@ -42,7 +44,8 @@ class MoEAux:
         load: int64 [E], routes of this rank's valid tokens to each expert.
         num_tokens: int64 [], valid tokens. The losses are means over them; weight pieces by it when adding up.
         cross_rank_routes: int64 [], routes that left this rank.
-        rank_load: int64 [R], routes of this rank's tokens to each rank.
+        rank_load: int64 [R], routes of this rank's tokens to each rank, where they are computed: replicas included.
+        replicas: int64 [], experts of other ranks that this rank holds copies of.
     """
 
     loss: Tensor
@@ -52,9 +55,23 @@ class MoEAux:
     num_tokens: Tensor
     cross_rank_routes: Tensor
     rank_load: Tensor
+    replicas: Tensor
 
 
 pytree.register_dataclass(MoEAux)  # for FSDP2, see Routing
+
+
+@dataclass(slots=True, kw_only=True)
+class Routed:
+    """One micro-batch behind the router: to logical experts, and behind `place` to instances of them."""
+
+    x: Tensor
+    x_TH: Tensor
+    routing: Routing
+    router_aux: RouterAux
+    micro_batch: int
+    lease: Lease | None
+    rank_rows: Tensor | None = None  # int64 [R], where replicas change whom this rank's rows go to
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,6 +81,8 @@ class LayerFlight:
     x: Tensor
     ticket: Ticket
     router_aux: RouterAux
+    lease: Lease | None = None
+    rank_rows: Tensor | None = None  # see Routed
 
 
 class MoELayer(nn.Module):
@@ -101,15 +120,17 @@ class MoELayer(nn.Module):
         except MoEError as err:
             error = err
         agree(f"MoE layer {layer_index}", {"layer_index": layer_index, **asdict(config)}, error, group)
-        self.dispatcher = build_dispatcher(config.dispatch(), group)
+        self.dispatcher = build_dispatcher(_seen_by_dispatcher(config, group), group)
+        self.replicas = build_runtime(config, self.dispatcher, type(self.experts))
         self.reserve_sms: int | None = None
 
     def _build_local(self, group: dist.ProcessGroup | None) -> None:
         """Everything that can fail on this rank alone, before the ranks agree to go on."""
         config, layer_index = self.config, self.layer_index
-        error = refusal(config.dispatch(), group)
+        error = refusal(_seen_by_dispatcher(config, group), group)
         if error is not None:
             raise error
+        check_replicas(config, group)
         if not 0 <= layer_index < 1 << 16:
             raise RecipeError(
                 f"layer_index must lie in [0, 65536), got {layer_index}; number the layers of a model from 0"
@@ -168,33 +189,79 @@ class MoELayer(nn.Module):
         micro_batch: int = 0,
         waits: frozenset[Link] | None = None,
         num_micro_batches: int = 1,
+        lease: Lease | None = None,
     ) -> LayerFlight:
-        """Router, dispatch_preprocess; `dispatcher.dispatch(flight.ticket)` is next.
+        """Router, replicas, dispatch_preprocess; `dispatcher.dispatch(flight.ticket)` is next.
 
-        `waits`: of its stages. `num_micro_batches`: how many interleave, the same on all ranks.
+        `waits`: of its stages. `num_micro_batches`: how many interleave, the same on all ranks. `lease`: of replicas,
+        where one was opened before.
         """
+        lease = self.open_replicas(micro_batch, num_micro_batches) if lease is None else lease
+        routed = self.run_router(x, valid, micro_batch=micro_batch, lease=lease)
+        self.place([routed])
+        return self.pack(routed, waits=waits, num_micro_batches=num_micro_batches)
+
+    @eager
+    def open_replicas(self, micro_batch: int, num_micro_batches: int, users: int = 1) -> Lease | None:
+        """A lease for one micro-batch, or for `users` from it on; None in a layer without replicas.
+
+        The earlier it is made, the more of backward hides the way home of the gradients. Experts that are a unit of
+        FSDP2 have their parameters inside of their forward alone, and everything is done there.
+        """
+        if self.replicas is None:
+            return None
+        sharded = hasattr(self.experts, "unshard")
+        masters = None if sharded else (self.experts.w_gate_up, self.experts.w_down)
+        return self.replicas.open(
+            masters, self.layer_index, micro_batch, num_micro_batches=num_micro_batches, users=users
+        )
+
+    @eager
+    def run_router(self, x: Tensor, valid: Tensor | None, *, micro_batch: int, lease: Lease | None = None) -> Routed:
+        """The router on one micro-batch; `place` is next, for all that share a lease."""
         try:
             with stage_range("route", self.layer_index, micro_batch):
                 x_TH, routing, router_aux = self._route(x, valid)
         except BaseException as err:
             # the other ranks are on their way to the exchange of counts; they must not wait there for this one
             device = x.device if isinstance(x, Tensor) else None
-            self.dispatcher.announce_failure(device, layer=self.layer_index, micro_batch=micro_batch)
+            if self.replicas is not None and lease is not None:
+                self.replicas.announce_failure(lease, device)
+            else:
+                self.dispatcher.announce_failure(device, layer=self.layer_index, micro_batch=micro_batch)
             mark_everywhere(err)
             if not isinstance(err, MoEError):
                 raise
             told = type(err)(f"layer {self.layer_index}, micro-batch {micro_batch}: {err}")
             mark_everywhere(told)
             raise told from err
+        return Routed(x=x, x_TH=x_TH, routing=routing, router_aux=router_aux, micro_batch=micro_batch, lease=lease)
+
+    @eager
+    def place(self, routed: Sequence[Routed]) -> None:
+        """Plan the replicas of the micro-batches that share a lease, if any, and route them to instances."""
+        lease = routed[0].lease
+        if self.replicas is None or lease is None:
+            return
+        with stage_range("replicas", self.layer_index, routed[0].micro_batch):
+            moved = self.replicas.route(lease, [each.routing for each in routed])
+            for each, routing in zip(routed, moved, strict=True):
+                each.routing, each.rank_rows = routing, self.replicas.rank_rows(routing)
+
+    @eager
+    def pack(self, routed: Routed, *, waits: frozenset[Link] | None = None, num_micro_batches: int = 1) -> LayerFlight:
+        """dispatch_preprocess of what `place` has been through."""
         ticket = self.dispatcher.dispatch_preprocess(
-            x_TH,
-            routing,
+            routed.x_TH,
+            routed.routing,
             layer=self.layer_index,
-            micro_batch=micro_batch,
+            micro_batch=routed.micro_batch,
             waits=waits,
             num_micro_batches=num_micro_batches,
         )
-        return LayerFlight(x=x, ticket=ticket, router_aux=router_aux)
+        return LayerFlight(
+            x=routed.x, ticket=ticket, router_aux=routed.router_aux, lease=routed.lease, rank_rows=routed.rank_rows
+        )
 
     def _route(self, x: Tensor, valid: Tensor | None) -> tuple[Tensor, Routing, RouterAux]:
         shape = _shape_of(x)
@@ -202,6 +269,8 @@ class MoELayer(nn.Module):
             raise InputError(f"x must be [..., {self.config.hidden_size}] (hidden_size), got {shape}")
         if valid is not None and _shape_of(valid) != shape[:-1]:
             raise InputError(f"valid must be {shape[:-1]}, as x without H, got {_shape_of(valid)}")
+        if self.replicas is not None:
+            self.replicas.check_device(x.device)
         x_TH = x.reshape(-1, x.shape[-1])
         valid_T = None if valid is None else valid.reshape(-1)
         sequences = math.prod(shape[:-2])  # a batch without sequences has no tokens: one of none
@@ -225,10 +294,12 @@ class MoELayer(nn.Module):
             Exception: whatever the experts raise; the other ranks get a PeerError.
         """
         with self._telling(flight, "experts"):
+            if flight.lease is not None:
+                flight.lease.join()
             expert_input = self.dispatcher.dispatch_postprocess(flight.ticket)
             reserve = self._reserve_for(expert_input.source.device) if beside_others else 0
             with stage_range("experts", self.layer_index, flight.ticket.micro_batch):
-                y_NH = self.experts(expert_input, reserve_sms=reserve)
+                y_NH = self.experts(expert_input, reserve_sms=reserve, **_given(flight.lease))
             self.dispatcher.combine_preprocess(flight.ticket, y_NH)
 
     @contextlib.contextmanager
@@ -237,6 +308,8 @@ class MoELayer(nn.Module):
         try:
             yield
         except BaseException as err:
+            if flight.lease is not None:
+                flight.lease.release()
             if not is_early_stop(err):
                 where = flight.ticket.where
                 flight.ticket.release()
@@ -260,7 +333,7 @@ class MoELayer(nn.Module):
     def aux_of(self, flight: LayerFlight) -> MoEAux:
         """Losses and loads of a micro-batch."""
         aux = flight.router_aux
-        load_R = rank_load(aux.load, self.dispatcher.num_ranks)
+        load_R = rank_load(aux.load, self.dispatcher.num_ranks) if flight.rank_rows is None else flight.rank_rows
         return MoEAux(
             loss=aux.loss,
             aux_loss=aux.aux_loss,
@@ -269,7 +342,23 @@ class MoELayer(nn.Module):
             num_tokens=aux.num_tokens,
             cross_rank_routes=load_R.sum() - load_R[self.dispatcher.rank],
             rank_load=load_R,
+            replicas=_copies_held(self.replicas, flight.lease, load_R),
         )
+
+
+def _seen_by_dispatcher(config: MoEConfig, group: dist.ProcessGroup | None) -> DispatchConfig:
+    num_ranks = 1 if group is None else group.size()
+    # where R does not divide E there is no P: the refusal is to name E
+    return config.dispatch(num_ranks if config.num_experts % num_ranks == 0 else 0)
+
+
+def _given(lease: Lease | None) -> dict[str, Lease]:
+    """An argument that experts of others need not know."""
+    return {} if lease is None else {"replicas": lease}
+
+
+def _copies_held(replicas: ReplicaRuntime | None, lease: Lease | None, like: Tensor) -> Tensor:
+    return like.new_zeros(()) if replicas is None or lease is None else replicas.copies_held(lease)
 
 
 def _shape_of(x: object) -> tuple[int, ...]:

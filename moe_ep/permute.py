@@ -16,6 +16,8 @@ nobody reads them; the kernels do not write them either, torch fills them with z
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -294,6 +296,30 @@ class ExpertInput:
 
 
 pytree.register_dataclass(ExpertInput)  # for FSDP2, see Routing
+
+
+def split_input(inp: ExpertInput, sizes: Sequence[int]) -> list[ExpertInput]:
+    """The input of several sets of experts, `sizes` of them, as one input for each set; rows are expanded once.
+
+    Where the dispatcher has no counts on the host, this reads them. The tail goes to the last set.
+    """
+    counts = inp.host_counts if inp.host_counts is not None else tuple(inp.tokens_per_expert.tolist())
+    ends = list(itertools.accumulate(sizes, initial=0))
+    lengths = [sum(counts[first:last]) for first, last in itertools.pairwise(ends)]
+    lengths[-1] += inp.capacity - sum(counts)
+    rows, weights = inp.rows().split(lengths), inp.row_weights.split(lengths)
+    return [
+        ExpertInput(
+            source=rows[n],
+            row_weights=weights[n],
+            offsets=inp.offsets[first : last + 1] - inp.offsets[first],
+            tokens_per_expert=inp.tokens_per_expert[first:last],
+            capacity=lengths[n],
+            host_counts=counts[first:last],
+            kernels=inp.kernels,
+        )
+        for n, (first, last) in enumerate(itertools.pairwise(ends))
+    ]
 
 
 def regroup(

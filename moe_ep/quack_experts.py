@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from . import quack_library
 from .config import MoEConfig
 from .errors import Unavailable
-from .experts import GroupedExperts, register_experts
+from .experts import GroupedExperts, Weights, register_experts
 from .permute import ExpertInput
 from .quack_mlp import quack_swiglu
 
@@ -50,8 +51,11 @@ class QuackExperts(GroupedExperts):
 
     def compute(self, inp: ExpertInput) -> Tensor:
         """See GroupedExperts.forward."""
-        weight_activation = self.config.weighting == "activation"
-        return quack_swiglu(inp, (self.w_gate_up, self.w_down), weight_activation=weight_activation)
+        return self.compute_sets(inp, [(self.w_gate_up, self.w_down)])
+
+    def compute_sets(self, inp: ExpertInput, sets: Sequence[Weights]) -> Tensor:
+        """See GroupedExperts; a call for each set and product, on the rows as they come."""
+        return quack_swiglu(inp, *sets, weight_activation=self.config.weighting == "activation")
 
     def reserve_refusal(self, device: torch.device) -> str | None:
         """See GroupedExperts."""

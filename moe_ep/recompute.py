@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -105,6 +105,9 @@ def _(alive_T: Tensor, top_k: int, num_experts: int, rank: int, num_ranks: int) 
 SAVED_OPS = (torch.ops.moe_ep.choose_experts.default, torch.ops.moe_ep.even_experts.default)
 
 
+C = TypeVar("C")
+
+
 class _Active(threading.local):
     """Passes through checkpointed regions that this thread is in, outermost first."""
 
@@ -118,7 +121,7 @@ _active = _Active()
 class _Pass(AbstractContextManager[None]):
     """One pass through a region: the first one fills `kept`, a replay reads it from the start."""
 
-    def __init__(self, kept: list[Tensor], replay: bool) -> None:
+    def __init__(self, kept: list[Any], replay: bool) -> None:
         self.kept, self.replay = kept, replay
         self.place = 0
 
@@ -129,7 +132,7 @@ class _Pass(AbstractContextManager[None]):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         _active.passes.remove(self)
 
-    def next(self) -> Tensor:
+    def next(self) -> Any:
         if self.place == len(self.kept):
             raise ProtocolError(
                 f"recompute asks for choice {self.place + 1} of experts, the first pass made {len(self.kept)}; "
@@ -139,20 +142,25 @@ class _Pass(AbstractContextManager[None]):
         return self.kept[self.place - 1]
 
 
-def replayed(choose: Callable[[], Tensor]) -> Tensor:
-    """The ids that `choose` makes, or in recompute those that it made in the first pass.
+def replayed(choose: Callable[[], C]) -> C:
+    """What `choose` makes (ids, a plan of replicas), or in recompute what it made in the first pass.
 
-    Regions may be nested: an outer region's replay decides, and every first pass under way keeps the ids.
+    Regions may be nested: an outer region's replay decides, and every first pass under way keeps it.
 
     Raises:
         ProtocolError: recompute runs more routers than the first pass did.
     """
     kept = [p.next() for p in _active.passes if p.replay]
-    ids = kept[0] if kept else choose()
+    chosen: C = kept[0] if kept else choose()
     for p in _active.passes:
         if not p.replay:
-            p.kept.append(ids)
-    return ids
+            p.kept.append(chosen)
+    return chosen
+
+
+def in_second_pass() -> bool:
+    """Whether this thread computes again what a first pass did, for the sake of its backward."""
+    return any(p.replay for p in _active.passes)
 
 
 def recompute_context_fn() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -161,7 +169,7 @@ def recompute_context_fn() -> tuple[AbstractContextManager[None], AbstractContex
     Each call makes its own store, so any number of micro-batches may be in flight; early stop may be on or off.
     Routing weights are computed again, from the second pass's scores at the first pass's ids.
     """
-    kept: list[Tensor] = []
+    kept: list[Any] = []
     return _Pass(kept, replay=False), _Pass(kept, replay=True)
 
 

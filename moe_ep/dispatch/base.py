@@ -10,7 +10,7 @@ import contextlib
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,16 @@ from .twin import open_twin
 from .waits import LAUNCH_AFTER_PACK, stage_waits
 
 T = TypeVar("T")
+
+
+class Closing(Protocol):
+    """What `close_dispatchers` closes, too."""
+
+    def close(self) -> None:
+        """Free static resources."""
+        ...
+
+
 _nothing = contextlib.nullcontext()
 
 
@@ -86,6 +96,7 @@ class Dispatcher(ABC):
         self._tickets: weakref.WeakSet[Ticket] = weakref.WeakSet()  # where their number is limited
         self._faults: FaultRecord | None = None
         self._device: torch.device | None = None  # of the last micro-batch
+        self.companions: dict[Any, Closing] = {}  # what lives as long as this, such as the replicas of its layers
         self.closed = False
 
     # what a back end writes
@@ -185,7 +196,7 @@ class Dispatcher(ABC):
         fault = self._find_fault(x_TH, routing)
         if fault is not None:
             code, value, error = fault
-            self._announce(ticket, self._home(x_TH.device if isinstance(x_TH, Tensor) else None), code, value)
+            self._announce(ticket, self.served_device(x_TH.device if isinstance(x_TH, Tensor) else None), code, value)
             ticket.release()
             told = type(error)(f"{ticket.where}: {error}")
             mark_everywhere(told)
@@ -267,7 +278,7 @@ class Dispatcher(ABC):
         x lies, None where there is no x to speak of.
         """
         ticket = Ticket(layer, micro_batch, owner=self)
-        self._announce(ticket, self._home(device), Fault.BAD_INPUT, 0)
+        self._announce(ticket, self.served_device(device), Fault.BAD_INPUT, 0)
         ticket.release()
 
     def raise_everywhere(self, err: BaseException, where: str) -> None:
@@ -395,8 +406,8 @@ class Dispatcher(ABC):
         if self.alarm is not None and is_out_of_step(err):
             self.alarm.stop_all(err, where)
 
-    def _home(self, device: torch.device | None) -> torch.device:
-        """The device, or the one that the other ranks exchange from where the group does not serve this (or is none).
+    def served_device(self, device: torch.device | None) -> torch.device:
+        """`device`, or the one that the other ranks exchange from where the group does not serve this (or is none).
 
         A wrong device can be just the fault that is to be announced.
         """

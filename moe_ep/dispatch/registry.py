@@ -174,7 +174,10 @@ def build_dispatcher(config: DispatchConfig, group: dist.ProcessGroup | None = N
 def close_dispatchers(group: dist.ProcessGroup | None = None) -> None:
     """Close and forget the dispatchers of a group (None: those without one). Call it before the group is destroyed."""
     for key in [key for key in _built if key[1] is group]:
-        _built.pop(key).close()
+        dispatcher = _built.pop(key)
+        for companion in dispatcher.companions.values():
+            companion.close()
+        dispatcher.close()
     close_alarm(group)
     closed = [twin for twin in close_twins(group) if twin is not group]
     for twin in closed:

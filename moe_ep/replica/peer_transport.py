@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -17,8 +18,7 @@ from ..kernels.library import missing
 from ..kernels.replica_sync import DEFAULT_BLOCKS, SlotPeers, SlotShape
 from ..streams import comm_stream
 from .plan import Plan
-from .transport import GroupTransport, InFlight, Tensors
-from .with_replicas import SlotBuffers
+from .transport import GroupTransport, InFlight, SlotBuffers, Tensors
 
 
 class PeerSlots(SlotBuffers):
@@ -50,6 +50,8 @@ class PeerTransport(GroupTransport):
         PeerError: the ranks differ.
     """
 
+    reads_plan: ClassVar[bool] = False
+
     def __init__(
         self,
         group: dist.ProcessGroup,
@@ -68,7 +70,7 @@ class PeerTransport(GroupTransport):
         self._memory = PeerMemory(num_bytes, group, device, advice="use fewer slots, or another transport")
         dtypes = [master.dtype for master in like]
         sizes = [(slots, *master.shape[1:]) for master in like]
-        self.buffers = PeerSlots(
+        self.own_slots = self.buffers = PeerSlots(
             [self._memory.part(at, n, dtype) for at, n, dtype in zip(weights_at, sizes, dtypes, strict=True)],
             [self._memory.part(at, n, torch.float32) for at, n in zip(grads_at, sizes, strict=True)],
         )

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -50,6 +50,22 @@ def copies(plan: Plan) -> list[Copy]:
     return [Copy(expert // plan.num_local, expert % plan.num_local, rank, slot) for expert, rank, slot in sorted(found)]
 
 
+class SlotBuffers:
+    """Weights [S, ...] and float32 gradients [S, ...] of a rank's slots, one of each for every parameter of an expert.
+
+    No parameters: nothing of them is in a state dict, an optimizer or a gradient norm.
+
+    Args:
+        slots: S.
+        like: the masters [L, ...] of any layer.
+    """
+
+    def __init__(self, slots: int, like: Tensors) -> None:
+        with torch.inference_mode(False):  # made in an evaluation, they must still serve training
+            self.weights = tuple(torch.zeros((slots, *m.shape[1:]), dtype=m.dtype, device=m.device) for m in like)
+            self.grads = tuple(torch.zeros(w.shape, dtype=torch.float32, device=w.device) for w in self.weights)
+
+
 class InFlight:
     """An operation that was launched. `wait` completes it once; a second call does nothing."""
 
@@ -76,6 +92,8 @@ class Transport(abc.ABC):
 
     rank: int
     num_ranks: int
+    reads_plan: ClassVar[bool] = True  # on the host
+    own_slots: SlotBuffers | None = None  # that it brings along; it serves one micro-batch at a time then
 
     def weight_sync(self, plan: Plan, masters: Tensors, slots: Tensors) -> InFlight:
         """Copy masters into the slots that the plan gives them, on all ranks. Collective.
@@ -121,6 +139,10 @@ class Transport(abc.ABC):
                 f"the replica plans of ranks {odd} differ from rank 0's; all ranks must plan from the same load, with "
                 "the same slots, smallest quota and planner"
             )
+
+    def close(self) -> None:
+        """Free what it holds, before the process group goes."""
+        return
 
     @abc.abstractmethod
     def _push(self, plan: Plan, masters: Tensors, slots: Tensors) -> InFlight: ...

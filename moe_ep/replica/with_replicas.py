@@ -1,18 +1,19 @@
 """Masters and slots as one piece of the autograd graph: forward brings weights to the slots, backward gradients home.
 
-    replicas = WithReplicas(transport, buffers, masters)   early: what is made first, runs last in backward
-    replicas.sync(plan)                                    launch weight_sync
-    masters, slots = replicas.take()                       wait for it; for the experts
-    y = replicas.again(experts(masters, slots))            in backward: bring the weights again before the experts' own
+    replicas = WithReplicas(masters, where)        early: what is made first, runs last in backward
+    replicas.sync(plan, lane)                      launch weight_sync
+    replicas.join()                                in front of what the experts wait for (else take does it)
+    masters, slots = replicas.take()               wait for it; for the experts
+    y = replicas.again(experts(replicas.enter(x), masters, slots))
 
 Masters belong to the framework. What reaches them in backward is their complete gradient, so that the hooks of FSDP2,
 DDP or Megatron that hang on it see nothing of replicas. As in `dispatch/transfer.py` the reduction is two nodes: the
-one made in `take` launches it when the experts' gradients are there, the one made in the constructor waits, behind
+one made by `join` launches it when the experts' gradients are there, the one made in the constructor waits, behind
 everything that was made in between (dispatch, router, attention).
 
-Slot tensors are shared by layers and hold another layer's weights by the time of backward. Autograd may save them: they
-carry no version of the buffers that are written in between, and `again` has brought this layer's weights back before
-the experts' backward reads them.
+In backward the node of `again` brings the weights once more, before the experts' own, and the node of `enter` says that
+they are through with them. Slot tensors are shared by layers and hold another layer's weights meanwhile. Autograd keeps
+references to them, no copies, and without the version counters of buffers that are written in between.
 """
 
 from __future__ import annotations
@@ -24,121 +25,192 @@ import torch
 from torch import Tensor
 
 from ..errors import ProtocolError
+from .lanes import Phase, SlotLane
 from .plan import Plan
-from .transport import InFlight, Transport
+from .transport import InFlight
 
 Tensors = tuple[Tensor, ...]
 
 
-class SlotBuffers:
-    """Weights [S, ...] and float32 gradients [S, ...] of a rank's slots, one of each for every parameter of an expert.
-
-    No parameters: nothing of them is in a state dict, an optimizer or a gradient norm.
-
-    Args:
-        slots: S.
-        like: the masters [L, ...] of any layer.
-    """
-
-    def __init__(self, slots: int, like: Sequence[Tensor]) -> None:
-        self.weights = tuple(torch.zeros((slots, *m.shape[1:]), dtype=m.dtype, device=m.device) for m in like)
-        self.grads = tuple(torch.zeros(w.shape, dtype=torch.float32, device=w.device) for w in self.weights)
-
-
 class WithReplicas:
-    """One micro-batch's replicas in one layer.
+    """One layer's replicas in one micro-batch, or in several that share them.
 
     Args:
-        transport: this rank's end.
-        buffers: may be shared with other layers and micro-batches, as long as only one at a time is between `sync` and
-            the end of its experts' forward, or between its experts' backward and the end of the reduction.
         masters: [L, ...] each, leaves or not.
+        where: layer and micro-batch, for messages.
+        users: micro-batches whose experts run with these replicas. Each calls `take`, `enter` and `again`.
     """
 
-    def __init__(self, transport: Transport, buffers: SlotBuffers, masters: Sequence[Tensor]) -> None:
-        self._flight = _Flight(transport, buffers)
+    def __init__(self, masters: Sequence[Tensor], where: str = "replicas", users: int = 1) -> None:
+        self._flight = Flight(where, users)
         # the nodes hold the flight and not this object, which holds their results: no cycle that nobody could collect
         self._masters: Tensors = _Wait.apply(self._flight, *masters)
+        self._both: Tensors = ()
 
-    def sync(self, plan: Plan) -> None:
+    @property
+    def flight(self) -> Flight:
+        """What holds the lane."""
+        return self._flight
+
+    def sync(self, plan: Plan, lane: SlotLane, *, second_pass: bool = False) -> None:
         """Launch weight_sync. Collective.
 
+        Args:
+            plan: of this micro-batch.
+            lane: free, or the flight's own already.
+            second_pass: an activation checkpoint runs this for the sake of its backward, which finds the weights there.
+
         Raises:
-            ProtocolError: a second plan. InputError: buffers or masters that do not fit the plan.
+            ProtocolError: a second plan, or a lane that another micro-batch holds.
+            InputError: buffers or masters that do not fit the plan.
         """
         if self._flight.plan is not None:
-            raise ProtocolError("these replicas have a plan already; make new ones for each layer and micro-batch")
-        self._flight.plan = plan
-        self._flight.launch_weights(self._detached())
+            raise ProtocolError(
+                f"{self._flight.where}: these replicas have a plan already; make new ones for each layer and "
+                "micro-batch"
+            )
+        self._flight.begin(plan, lane, self._detached(), second_pass)
+
+    def join(self) -> None:
+        """Make the node that will launch the reduction; where it stands, says what runs before it in backward."""
+        if self._both:
+            return
+        flight = self._flight
+        trained = torch.is_grad_enabled() and any(master.requires_grad for master in self._masters)
+        # aliases without the buffers' version counters, see above
+        slots = [weight.data.requires_grad_(trained) for weight in flight.slots()]
+        self._both = _Launch.apply(flight, *self._masters, *slots)
 
     def take(self) -> tuple[Tensors, Tensors]:
         """Masters and slots for the experts, the slots filled.
 
         Raises:
-            ProtocolError: before `sync`, or twice.
+            ProtocolError: before `sync`, or by more than the number of users.
         """
-        if self._flight.weights is None:
-            raise ProtocolError("take needs the sync of a plan before it, and comes once")
-        self._flight.wait_weights()
-        # aliases without the buffers' version counters, see above
-        slots = [weight.data.requires_grad_(torch.is_grad_enabled()) for weight in self._flight.buffers.weights]
-        both = _Launch.apply(self._flight, *self._masters, *slots)
-        return both[: len(slots)], both[len(slots) :]
+        self._flight.take()
+        self.join()
+        half = len(self._masters)
+        return self._both[:half], self._both[half:]
+
+    def enter(self, x: Tensor) -> Tensor:
+        """x, the experts' input; its backward comes when they are through with the weights."""
+        return _Enter.apply(self._flight, x) if torch.is_grad_enabled() else x
 
     def again(self, y: Tensor) -> Tensor:
         """y, the experts' output; in backward the weights come into the slots again first. Collective there."""
-        return _Again.apply(self._flight, y, *self._detached())
+        self._flight.leave()
+        return _Again.apply(self._flight, y, *self._detached()) if torch.is_grad_enabled() else y
 
     def _detached(self) -> Tensors:
         return tuple(master.detach() for master in self._masters)
 
 
-class _Flight:
-    """What the nodes share: the plan, and what is under way."""
+class Flight:
+    """What the nodes share: the plan, the lane, and what is under way. The lane's holder."""
 
-    def __init__(self, transport: Transport, buffers: SlotBuffers) -> None:
-        self.transport, self.buffers = transport, buffers
+    def __init__(self, where: str, users: int) -> None:
+        self.where, self.phase = where, Phase.IDLE
         self.plan: Plan | None = None
-        self.weights: InFlight | None = None
+        self.lane: SlotLane | None = None
+        self._users = self._to_take = self._to_leave = users
+        self._weights: InFlight | None = None
         self._grads: InFlight | None = None
         self._totals: Tensors = ()
 
-    def launch_weights(self, masters: Sequence[Tensor]) -> None:
-        """Start weight_sync."""
-        assert self.plan is not None, "weights before a plan"
-        self.weights = self.transport.weight_sync(self.plan, masters, self.buffers.weights)
+    def slots(self) -> Tensors:
+        """Weights [S, ...] of the lane."""
+        if self.lane is None:
+            raise ProtocolError(f"{self.where}: take needs the sync of a plan before it")
+        return self.lane.buffers.weights
 
-    def wait_weights(self) -> None:
-        """Until the slots are filled."""
-        assert self.weights is not None, "wait before launch"
-        self.weights.wait()
-        self.weights = None
+    def begin(self, plan: Plan, lane: SlotLane, masters: Tensors, second_pass: bool) -> None:
+        """Forward: hold the lane and start weight_sync."""
+        lane.claim(self)
+        self.plan, self.lane, self.phase = plan, lane, Phase.FORWARD
+        self._launch_weights(masters)
+        lane.content = plan if second_pass else None
+
+    def take(self) -> None:
+        """Wait until the slots are filled."""
+        if self.lane is None:
+            raise ProtocolError(f"{self.where}: take needs the sync of a plan before it")
+        if self._to_take == 0:
+            raise ProtocolError(f"{self.where}: take comes once for each micro-batch; route the next one anew")
+        self._to_take -= 1
+        self._wait_weights()
+
+    def leave(self) -> None:
+        """Forward: the experts of one micro-batch have run."""
+        self._to_leave -= 1
+        if self._to_leave <= 0 and self.phase is Phase.FORWARD:
+            self.phase = Phase.IDLE
+
+    def release(self) -> None:
+        """Nobody goes on with this."""
+        self.phase = Phase.IDLE
+
+    def return_to(self, masters: Tensors) -> None:
+        """Backward: hold the lane again, with this layer's weights in it."""
+        if self.phase is Phase.BACKWARD:
+            return  # another micro-batch that shares them brought them
+        assert self.lane is not None and self.plan is not None, "backward without forward"
+        self.lane.claim(self)
+        self.phase, self._to_leave = Phase.BACKWARD, self._users
+        if self.lane.content is not self.plan:
+            self._launch_weights(masters)
+            self._wait_weights()
+        self.lane.content = None
+
+    def through(self) -> None:
+        """Backward: the experts of one micro-batch have run."""
+        self._to_leave -= 1
+        if self._to_leave <= 0 and self.phase is Phase.BACKWARD:
+            self.phase = Phase.THROUGH
 
     def launch_grads(self, masters: Sequence[Tensor], slots: Sequence[Tensor]) -> None:
         """Start grad_reduce with the gradients that this rank's experts made."""
-        assert self.plan is not None, "gradients before a plan"
-        self._totals = tuple(grad.float().clone() for grad in masters)
-        used = (self.plan.instances[self.transport.rank] >= 0).nonzero().flatten()
-        for buffer, grad in zip(self.buffers.grads, slots, strict=True):
-            buffer[used] = grad[used].float()
-        self._grads = self.transport.grad_reduce(self.plan, self.buffers.grads, self._totals)
+        assert self.lane is not None and self.plan is not None, "gradients before a plan"
+        self.lane.claim(self)
+        self.phase = Phase.REDUCING
+        self._totals = tuple(grad.to(torch.float32, copy=True) for grad in masters)
+        transport = self.lane.transport
+        used_S = (self.plan.instances[transport.rank] >= 0).to(slots[0].device)
+        for buffer, grad in zip(self.lane.buffers.grads, slots, strict=True):
+            torch.where(used_S.view(-1, *[1] * (grad.dim() - 1)), grad, buffer, out=buffer)
+        self._grads = self.lane.launched(transport.grad_reduce(self.plan, self.lane.buffers.grads, self._totals))
+
+    def settle(self) -> None:
+        """Complete the reduction."""
+        if self._grads is not None:
+            self._grads.wait()
+        self.phase = Phase.IDLE
 
     def wait_grads(self) -> Tensors:
         """The masters' complete gradients, float32."""
         if self._grads is None:
             raise ProtocolError(
-                "the masters had a backward and their experts had none; give the experts what take gave"
+                f"{self.where}: the masters had a backward and their experts had none; give the experts what take gave"
             )
-        self._grads.wait()
+        self.settle()
         totals, self._totals, self._grads = self._totals, (), None
         return totals
+
+    def _launch_weights(self, masters: Sequence[Tensor]) -> None:
+        assert self.plan is not None and self.lane is not None, "weights before a plan"
+        flight = self.lane.transport.weight_sync(self.plan, masters, self.lane.buffers.weights)
+        self._weights = self.lane.launched(flight)
+
+    def _wait_weights(self) -> None:
+        if self._weights is not None:
+            self._weights.wait()
+            self._weights = None
 
 
 class _Wait(torch.autograd.Function):
     """Made first, so that its backward comes last: waits for the reduction."""
 
     @staticmethod
-    def forward(ctx: Any, flight: _Flight, *masters: Tensor) -> Tensors:
+    def forward(ctx: Any, flight: Flight, *masters: Tensor) -> Tensors:
         ctx.flight, ctx.dtypes = flight, [m.dtype for m in masters]
         return tuple(master.view_as(master) for master in masters)
 
@@ -150,10 +222,10 @@ class _Wait(torch.autograd.Function):
 
 
 class _Launch(torch.autograd.Function):
-    """Made where the experts take their weights: launches the reduction."""
+    """Made where the experts' weights are put together: launches the reduction."""
 
     @staticmethod
-    def forward(ctx: Any, flight: _Flight, *both: Tensor) -> Tensors:
+    def forward(ctx: Any, flight: Flight, *both: Tensor) -> Tensors:
         ctx.flight = flight
         return tuple(tensor.view_as(tensor) for tensor in both)
 
@@ -164,18 +236,31 @@ class _Launch(torch.autograd.Function):
         return (None, *masters, *(None for _ in slots))
 
 
+class _Enter(torch.autograd.Function):
+    """In front of the experts."""
+
+    @staticmethod
+    def forward(ctx: Any, flight: Flight, x: Tensor) -> Tensor:
+        ctx.flight = flight
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        ctx.flight.through()
+        return None, grads[0]
+
+
 class _Again(torch.autograd.Function):
     """Behind the experts: in backward the weights come again before the experts need them."""
 
     @staticmethod
-    def forward(ctx: Any, flight: _Flight, y: Tensor, *masters: Tensor) -> Tensor:
+    def forward(ctx: Any, flight: Flight, y: Tensor, *masters: Tensor) -> Tensor:
         ctx.flight = flight
         ctx.save_for_backward(*masters)
         return y.view_as(y)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         masters = ctx.saved_tensors
-        ctx.flight.launch_weights(masters)
-        ctx.flight.wait_weights()
-        return (None, grad, *(None for _ in masters))
+        ctx.flight.return_to(masters)
+        return (None, grads[0], *(None for _ in masters))

@@ -14,9 +14,10 @@ from torch import Tensor
 from moe_ep.errors import InputError, PeerError, Unavailable
 from moe_ep.faults import FaultRecord
 from moe_ep.replica import plan
+from moe_ep.replica.lanes import SlotLane
 from moe_ep.replica.peer_transport import PeerTransport
-from moe_ep.replica.transport import GroupTransport
-from moe_ep.replica.with_replicas import SlotBuffers, WithReplicas
+from moe_ep.replica.transport import GroupTransport, SlotBuffers
+from moe_ep.replica.with_replicas import WithReplicas
 from moe_ep.testing.ranks import RankPool
 from tests.unit.test_replica_sync_source import draw_instances, expected
 
@@ -236,10 +237,10 @@ def body_training(group: dist.ProcessGroup, rank: int) -> tuple[list[bool], int,
     peers, messages = PeerTransport(group, 2, layers[0], record), GroupTransport(group)
 
     def gradients(transport: GroupTransport, buffers: SlotBuffers) -> list[Tensor]:
-        total = x.new_zeros(())
+        total, lane = x.new_zeros(()), SlotLane(transport, buffers)
         for parts, made in zip(layers, plans, strict=True):
-            replicas = WithReplicas(transport, buffers, parts)
-            replicas.sync(made)
+            replicas = WithReplicas(parts)
+            replicas.sync(made, lane)
             masters, slots = replicas.take()
             used = (made.instances[rank] >= 0).tolist()
             rows = [x @ masters[0][i] * masters[1][i].sum() for i in range(2)]

@@ -20,8 +20,9 @@ from moe_ep.dispatch import Dispatcher, build_dispatcher
 from moe_ep.load import expert_load, imbalance, rank_load
 from moe_ep.permute import ExpertInput
 from moe_ep.replica import Plan, plan, reroute
-from moe_ep.replica.transport import GroupTransport, InFlight, Tensors, copies
-from moe_ep.replica.with_replicas import SlotBuffers, WithReplicas
+from moe_ep.replica.lanes import SlotLane
+from moe_ep.replica.transport import GroupTransport, InFlight, SlotBuffers, Tensors, copies
+from moe_ep.replica.with_replicas import WithReplicas
 from moe_ep.routing import NO_ROUTE, Routing
 
 E, K, H, T, S, LAYERS = 8, 2, 6, 12, 2, 2
@@ -73,7 +74,7 @@ class Layer(nn.Module):
 
     def forward(self, run: Run, x_TH: Tensor, bias_E: Tensor, step: Step) -> Tensor:
         masters = [self.up, self.down]
-        replicas = WithReplicas(run.transport, run.buffers, masters) if run.slots else None
+        replicas = WithReplicas(masters) if run.slots else None
         logits = x_TH @ self.router.T + bias_E
         ids = logits.detach().topk(K).indices
         weights = logits.gather(1, ids).softmax(1)
@@ -83,7 +84,7 @@ class Layer(nn.Module):
         groups = [tuple(masters)]
         if replicas is not None:
             made = run.plan(ids)
-            replicas.sync(made)
+            replicas.sync(made, run.lane)
             routing = reroute(routing, made, run.rank)
             note(step, made, run.rank)
         ticket = run.dispatcher.dispatch_preprocess(x_TH, routing, layer=self.number, micro_batch=0)
@@ -91,7 +92,9 @@ class Layer(nn.Module):
         if replicas is not None:
             groups = list(replicas.take())
         y = experts(run.dispatcher.dispatch_postprocess(ticket), groups)
-        if replicas is not None and run.mutant != "not brought again":
+        if replicas is not None and run.mutant == "not brought again":
+            replicas.flight.leave()
+        elif replicas is not None:
             y = replicas.again(y)
         run.dispatcher.combine_preprocess(ticket, y)
         run.dispatcher.combine(ticket)
@@ -143,7 +146,8 @@ class Run:
         config = DispatchConfig(name=name, num_experts=physical, top_k=K, hidden_size=H, max_tokens=T)
         self.dispatcher: Dispatcher = build_dispatcher(config, group)
         self.layers = [Layer(number, self.rank, self.num_ranks).to(device) for number in range(LAYERS)]
-        self.buffers = SlotBuffers(slots, [self.layers[0].up, self.layers[0].down])
+        buffers = SlotBuffers(slots, [self.layers[0].up, self.layers[0].down])
+        self.lane = SlotLane(self.transport, buffers)
         for layer in self.layers if sharded else []:
             fully_shard(layer, mesh=dp, reshard_after_forward=True)
             assert isinstance(layer, FSDPModule)

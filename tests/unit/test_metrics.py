@@ -42,7 +42,7 @@ def aux(load: list[int], tokens: int, loss: float) -> MoEAux:
     value = torch.tensor(loss)
     return MoEAux(
         loss=value, aux_loss=value, z_loss=2 * value, load=total, num_tokens=torch.tensor(tokens),
-        cross_rank_routes=total[2:].sum(), rank_load=total.view(2, 2).sum(1),
+        cross_rank_routes=total[2:].sum(), rank_load=total.view(2, 2).sum(1), replicas=total.new_ones(()),
     )  # fmt: skip
 
 

@@ -100,7 +100,7 @@ def test_values_that_modules_exchange_show_their_tensors_to_frameworks() -> None
     aux = RouterAux(aux_loss=zero, z_loss=zero, loss=torch.ones(()), load=counts, num_tokens=zero)
     layer_aux = MoEAux(
         loss=torch.ones(()), aux_loss=zero, z_loss=zero, load=counts, num_tokens=zero, cross_rank_routes=zero,
-        rank_load=counts,
+        rank_load=counts, replicas=zero,
     )  # fmt: skip
     for value, tensor in ((routing, weights), (rows, rows.source), (aux, aux.loss), (layer_aux, layer_aux.loss)):
         assert any(leaf is tensor for leaf in pytree.tree_leaves(value)), type(value).__name__

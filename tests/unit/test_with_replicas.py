@@ -12,9 +12,10 @@ from torch import Tensor
 
 from moe_ep.errors import ProtocolError
 from moe_ep.replica import Plan, plan
+from moe_ep.replica.lanes import SlotLane
 from moe_ep.replica.simulated import LocalTransport, local_transports
-from moe_ep.replica.transport import InFlight, Tensors
-from moe_ep.replica.with_replicas import SlotBuffers, WithReplicas
+from moe_ep.replica.transport import InFlight, SlotBuffers, Tensors
+from moe_ep.replica.with_replicas import WithReplicas
 from tests.unit.test_replica_transport import in_threads
 
 LOAD = torch.tensor([[6, 1], [6, 1]])  # expert 0 of rank 0 gets a replica on rank 1
@@ -54,9 +55,9 @@ def body(end: LocalTransport, dtype: torch.dtype, log: list[str]) -> tuple[Tenso
     """y = 3 m for the master, 5 s for the slot; returns the master's gradient and the value in the slot."""
     master = torch.full((1, 2), 1.0 + end.rank, dtype=dtype, requires_grad=True)
     buffers = SlotBuffers(1, [master])
-    replicas = WithReplicas(Logged(end, log), buffers, [master])
+    replicas = WithReplicas([master])
     z = Attention.apply(log, master.new_ones(2, requires_grad=True))
-    replicas.sync(plan(LOAD, 1))
+    replicas.sync(plan(LOAD, 1), SlotLane(Logged(end, log), buffers))
     masters, slots = replicas.take()
     y = replicas.again(3 * masters[0].sum(0) + 5 * slots[0].sum(0)) + z
     seen = slots[0].detach().clone()
@@ -85,15 +86,15 @@ def test_slots_are_no_parameters_and_leave_nothing_behind() -> None:
     master = torch.nn.Parameter(torch.ones(2, 3))
     buffers = SlotBuffers(1, [master])
     assert not any(isinstance(t, torch.nn.Parameter) or t.requires_grad for t in (*buffers.weights, *buffers.grads))
-    replicas = WithReplicas(end, buffers, [master])
-    alive = weakref.ref(replicas._flight)
+    replicas = WithReplicas([master])
+    alive = weakref.ref(replicas.flight)
     del replicas
     gc.collect()
     assert alive() is None  # abandoned before it had a plan
-    replicas = WithReplicas(end, buffers, [master])
-    replicas.sync(plan(torch.ones(1, 2, dtype=torch.int32), 1))
+    replicas = WithReplicas([master])
+    replicas.sync(plan(torch.ones(1, 2, dtype=torch.int32), 1), SlotLane(end, buffers))
     taken = replicas.take()
-    alive = weakref.ref(replicas._flight)
+    alive = weakref.ref(replicas.flight)
     del replicas, taken
     gc.collect()
     assert alive() is None  # and behind a forward without a backward
@@ -103,14 +104,14 @@ def test_calls_out_of_order_are_refused() -> None:
     (end,) = local_transports(1)
     master = torch.ones(2, 3, requires_grad=True)
     made = plan(torch.ones(1, 2, dtype=torch.int32), 1)
-    replicas = WithReplicas(end, SlotBuffers(1, [master]), [master])
+    lane, replicas = SlotLane(end, SlotBuffers(1, [master])), WithReplicas([master])
     with pytest.raises(ProtocolError, match="take needs the sync of a plan before it"):
         replicas.take()
-    replicas.sync(made)
+    replicas.sync(made, lane)
     with pytest.raises(ProtocolError, match="have a plan already"):
-        replicas.sync(made)
+        replicas.sync(made, lane)
     replicas.take()
-    with pytest.raises(ProtocolError, match="and comes once"):
+    with pytest.raises(ProtocolError, match="take comes once for each micro-batch"):
         replicas.take()
     with pytest.raises(ProtocolError, match="give the experts what take gave"):
         replicas._masters[0].sum().backward()

@@ -1,0 +1,87 @@
+"""Slots of one micro-batch in flight, who holds them, and how they are filled.
+
+A layer's micro-batch needs its slots twice and not for long: in forward from the launch of weight_sync until its
+experts are through, in backward from there until its gradients are home. In between other layers have them.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections.abc import Sequence
+from typing import Protocol
+
+from ..errors import ProtocolError
+from .transport import InFlight, SlotBuffers, Transport
+
+
+class Phase(enum.StrEnum):
+    """What a holder does with its slots."""
+
+    IDLE = "has none"
+    FORWARD = "holds them in forward until its experts have run"
+    BACKWARD = "holds them in backward until its experts have run"
+    THROUGH = "is through with the weights"
+    REDUCING = "sends its gradients home"
+
+
+class Holder(Protocol):
+    """Who may hold a lane."""
+
+    where: str
+    phase: Phase
+
+    def settle(self) -> None:
+        """Complete the way home of the gradients, if they are on it."""
+        ...
+
+
+class SlotLane:
+    """One set of slots.
+
+    Args:
+        transport: this rank's end; one that has slots of its own serves one lane only.
+        buffers: the slots.
+    """
+
+    def __init__(self, transport: Transport, buffers: SlotBuffers) -> None:
+        self.transport, self.buffers = transport, buffers
+        self.content: object = None  # the plan whose weights were brought for a second pass, and are still there
+        self._holder: weakref.ref[Holder] | None = None
+        self._last: InFlight | None = None
+
+    @property
+    def holder(self) -> Holder | None:
+        """Who holds it and is not through; None: it is free."""
+        found = None if self._holder is None else self._holder()
+        return None if found is None or found.phase in (Phase.IDLE, Phase.THROUGH) else found
+
+    def claim(self, by: Holder) -> None:
+        """Take the lane, with whatever an abandoned holder left under way.
+
+        Raises:
+            ProtocolError: another one has it and needs it. PeerError: another rank failed.
+        """
+        other = self.holder
+        if other is not None and other is not by:
+            if other.phase is not Phase.REDUCING:
+                raise ProtocolError(overrun(by.where, [other]))
+            other.settle()
+        if self._last is not None:
+            self._last.wait()
+            self._last = None
+        self._holder = weakref.ref(by)
+
+    def launched(self, flight: InFlight) -> InFlight:
+        """An operation on these slots; whoever has them next waits for it, should its owner be gone."""
+        self._last = flight
+        return flight
+
+
+def overrun(where: str, holders: Sequence[Holder]) -> str:
+    """The message for a micro-batch that finds no slots."""
+    who = "; ".join(f"{holder.where} {holder.phase.value}" for holder in holders)
+    return (
+        f"{where}: no replica slots are free: {who}. Run the experts of a micro-batch before the next one is routed, "
+        "or say how many interleave (num_micro_batches)"
+    )

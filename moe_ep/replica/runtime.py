@@ -1,0 +1,318 @@
+"""Copies of hot experts between router and dispatcher, made for each micro-batch from its own load.
+
+    lease = runtime.open(masters, ...)              before the router, so that gradients come home behind its backward
+    moved = runtime.route(lease, [routing])         loads of all ranks -> plan -> reroute; weights are on their way
+    y = experts(input, replicas=lease)              masters and slots; in backward weights come again, gradients go home
+
+The router knows E logical experts, the dispatcher P = R(L+S) physical ones. Every rank plans for itself, from loads
+that all have, and they compare what they planned before anything is sent. A `Lease` keeps the plan until backward has
+been along it; slots are held only while experts run (`lanes.py`), and all layers use the same ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..config import MoEConfig
+from ..dispatch.base import Dispatcher
+from ..dispatch.capabilities import group_serves
+from ..errors import InputError, PlanError, ProtocolError, RecipeError
+from ..experts import GroupedExperts
+from ..faults import Fault
+from ..load import expert_load, rank_load
+from ..peers import mark_everywhere
+from ..recompute import in_second_pass, replayed
+from ..routing import NO_ROUTE, Routing
+from .checks import check_slots
+from .choice import make_transport
+from .device import plan_on_device, reroute_on_device
+from .exchange import Exchange, check_sums, sums_status
+from .lanes import SlotLane, overrun
+from .lease import Lease
+from .plan import Plan, plan, plan_together
+from .reroute import reroute
+from .transport import SlotBuffers, Transport
+
+TOLERANCE = 10  # thousandths: ranks within 1 % of the mean are even enough, and a third of the copies is saved
+
+
+class Planned(NamedTuple):
+    """What a second pass takes over from the first.
+
+    Attributes:
+        plans: of each micro-batch.
+        placed: the first of them, as the transport reads it.
+        lane: which slots are used.
+    """
+
+    plans: list[Plan]
+    placed: Plan
+    lane: int
+
+
+class ReplicaRuntime:
+    """The replicas of all layers of one dispatcher that have experts of one size.
+
+    Args:
+        config: of the layers; `config.replica` has S, the planner and the transport.
+        dispatcher: of P physical experts.
+    """
+
+    def __init__(self, config: MoEConfig, dispatcher: Dispatcher) -> None:
+        assert dispatcher.group is not None, "one rank has nobody to copy to"
+        self.config, self.dispatcher, self.group = config, dispatcher, dispatcher.group
+        self.rank, self.num_ranks, self.slots = dispatcher.rank, dispatcher.num_ranks, config.replica.slots
+        self.lane_bytes = self.slots * _bytes(config)
+        self.exchange = Exchange(self.group, config.num_experts, dispatcher.alarm)
+        self.lanes: list[SlotLane] = []
+        self._sum: Tensor | None = None  # of the last plan, where no host reads it
+
+    @property
+    def host_syncs(self) -> int:
+        """Of one micro-batch on a GPU: loads and hashes are read, unless kernels do everything; 0 before first use."""
+        return sum(2 for lane in self.lanes[:1] if self._on_host(lane))
+
+    def describe(self) -> str:
+        """One line on what runs, for the log."""
+        replica = self.config.replica
+        joint = ", one placement for the micro-batches that interleave" if replica.joint else ""
+        return (
+            f"replicas: {self.slots} slot(s) a rank, {self.lane_bytes / 2**20:.1f} MiB for each micro-batch in flight, "
+            f"planner {replica.planner}{joint}, transport {replica.transport}"
+        )
+
+    def open(
+        self,
+        masters: Sequence[Tensor] | None,
+        layer: int,
+        micro_batch: int = 0,
+        *,
+        num_micro_batches: int = 1,
+        users: int = 1,
+    ) -> Lease:
+        """Begin with the replicas of one micro-batch in one layer.
+
+        Args:
+            masters: the experts' parameters; None: not there yet (sharded), so the experts bring them and nothing of
+                the copying hides behind other computation.
+            layer: for messages, and compared between ranks.
+            micro_batch: likewise; the first one of those that share the lease.
+            num_micro_batches: how many interleave.
+            users: how many share the lease.
+        """
+        return Lease(masters, layer, micro_batch, num_micro_batches, users)
+
+    def check_device(self, device: torch.device) -> None:
+        """Refuse what the ranks cannot exchange loads from.
+
+        Raises:
+            InputError: the group serves no such device.
+        """
+        if not group_serves(self.group, device):
+            raise InputError(
+                f"x is on {device}, but the process group has no back end for it; init_process_group with 'nccl' for "
+                "cuda, 'gloo' for cpu"
+            )
+
+    def route(self, lease: Lease, routings: Sequence[Routing]) -> list[Routing]:
+        """Routings of the lease's micro-batches to physical experts; weight_sync is launched. Collective.
+
+        Raises:
+            InputError, NonFiniteError: a fault of this rank's routing (where the host reads it).
+            PeerError: a fault of another rank's, or a lost rank. PlanError: loads that cannot be planned, or plans that
+            differ between ranks; on every rank. ProtocolError: no slots are free.
+        """
+        device = routings[0].expert_ids.device
+        planned: Planned = replayed(lambda: self._plan(lease, routings, device))
+        lane = self._lane(planned.lane, lease, device)
+        lease.begin(planned.plans, planned.placed, lane, second_pass=in_second_pass())
+        return [self._moved(lease, routing, each) for routing, each in zip(routings, planned.plans, strict=True)]
+
+    def rank_rows(self, moved: Routing) -> Tensor:
+        """Rows of this rank's tokens that each rank computes, int64 [R]."""
+        return rank_load(expert_load(moved.expert_ids, moved.num_experts), self.num_ranks)
+
+    def copies_held(self, lease: Lease) -> Tensor:
+        """Slots of this rank that the plan fills, int64 []."""
+        return (lease.plans[0].instances[self.rank] >= 0).sum()
+
+    def announce_failure(self, lease: Lease, device: torch.device | None) -> None:
+        """Tell the other ranks, in place of `route`, that this rank fails before it; then raise."""
+        device = self.dispatcher.served_device(device)
+        if self._on_host(self._lane(0, lease, device)):
+            message = self.exchange.failure(device, lease.layer, lease.micro_batch)
+            self.exchange.gather(f"exchange of loads of {lease.where}", torch.cat([message] * lease.users))
+            return
+        # nobody reads anything on the host: take part in all of it, without a token
+        ids = torch.full((0, self.config.top_k), NO_ROUTE, device=device)
+        empty = Routing(expert_ids=ids, weights=ids.float(), num_experts=self.config.num_experts)
+        self.route(lease, [empty] * lease.users)
+        self.dispatcher.announce_failure(device, layer=lease.layer, micro_batch=lease.micro_batch)
+
+    def check_returned(self) -> None:
+        """Between steps: see that nobody holds slots any more.
+
+        Raises:
+            ProtocolError: who does; a micro-batch was routed and its experts never ran, or backward stopped half-way.
+        """
+        held = [lane.holder for lane in self.lanes]
+        who = "; ".join(f"{holder.where} {holder.phase.value}" for holder in held if holder is not None)
+        if who:
+            raise ProtocolError(
+                f"replica slots were not given back at the end of a step: {who}; run the experts of every micro-batch "
+                "that is routed, and backward to its end"
+            )
+
+    def close(self) -> None:
+        """Free the slots; call it before the process group goes."""
+        for lane in self.lanes:
+            lane.transport.close()
+        self.lanes.clear()
+
+    # internals
+
+    def _on_host(self, lane: SlotLane) -> bool:
+        """Whether plans are made or read on the host, which then checks them there and then."""
+        return lane.transport.reads_plan or not self.dispatcher.kernels or self.config.replica.joint
+
+    def _plan(self, lease: Lease, routings: Sequence[Routing], device: torch.device) -> Planned:
+        number = self._free_lane(lease)
+        on_host = self._on_host(self._lane(number, lease, device))
+        messages = [
+            self.exchange.message(routing, lease.layer, lease.micro_batch + i, lease.num_micro_batches)
+            for i, routing in enumerate(routings)
+        ]
+        what = f"exchange of loads of {lease.where}"
+        plans = self._on_host_plans(what, lease, messages) if on_host else [self._device_plan(what, lease, messages[0])]
+        placed = plans[0]
+        if on_host and device.type != "cpu":  # read once, not at every operation
+            placed = dataclasses.replace(placed, instances=placed.instances.cpu())
+        return Planned(plans, placed if self.lanes[number].transport.reads_plan else plans[0], number)
+
+    def _on_host_plans(self, what: str, lease: Lease, messages: list[Tensor]) -> list[Plan]:
+        everybody = self.exchange.gather(what, torch.cat(messages))
+        parts = everybody.view(self.num_ranks, len(messages), -1).unbind(1)
+        for told in everybody.cpu().view(self.num_ranks, len(messages), -1).unbind(1):
+            self.exchange.check(told, lease.where)
+        plans = self._make([part[:, : self.config.num_experts].to(torch.int32) for part in parts])
+        sums = torch.stack([each.checksum() for each in plans])
+        compared = self.exchange.gather(f"comparison of plans of {lease.where}", sums)
+        for values in compared.cpu().T.tolist():
+            check_sums(values, lease.where)
+        return plans
+
+    def _make(self, loads: list[Tensor]) -> list[Plan]:
+        replica = self.config.replica
+        tolerance = TOLERANCE if replica.planner == "quota" else 0
+        try:
+            if replica.joint:
+                return plan_together(loads, self.slots, replica.min_quota)
+            make = plan_on_device if self.dispatcher.kernels and loads[0].is_cuda else plan
+            return [make(loads[0], self.slots, replica.min_quota, replica.planner, tolerance=tolerance)]
+        except PlanError as err:
+            mark_everywhere(err)  # all have the same loads
+            raise
+
+    def _device_plan(self, what: str, lease: Lease, message: Tensor) -> Plan:
+        """No host sync: a plan that differs is found with the next one, and faults of the routing by the dispatcher."""
+        before = message.new_zeros(()) if self._sum is None else self._sum
+        everybody = self.exchange.gather(what, torch.cat([message, before.view(1)]))
+        record = self.dispatcher.faults(message.device)
+        record.note(sums_status(everybody[:, -1]), lease.layer, lease.micro_batch)
+        made = self._make([everybody[:, : self.config.num_experts].to(torch.int32).contiguous()])[0]
+        self._sum = made.checksum()
+        return made
+
+    def _moved(self, lease: Lease, routing: Routing, made: Plan) -> Routing:
+        if not (self.dispatcher.kernels and routing.expert_ids.is_cuda):
+            return reroute(routing, made, self.rank)
+        moved, wrong = reroute_on_device(routing, made, self.rank)
+        status = torch.stack([torch.where(wrong > 0, int(Fault.OTHER_PLAN), 0), torch.full_like(wrong, self.rank)])
+        self.dispatcher.faults(wrong.device).note(status, lease.layer, lease.micro_batch)
+        return moved
+
+    def _free_lane(self, lease: Lease) -> int:
+        for number, lane in enumerate(self.lanes):
+            if lane.holder is None:
+                return number
+        most = max(self.config.num_micro_batches, lease.num_micro_batches, lease.micro_batch + 1)
+        if self.config.replica.joint:
+            most = 1
+        if len(self.lanes) >= most:
+            error = ProtocolError(overrun(lease.where, [lane.holder for lane in self.lanes if lane.holder is not None]))
+            mark_everywhere(error)  # all ranks run the same program
+            raise error
+        return len(self.lanes)
+
+    def _lane(self, number: int, lease: Lease, device: torch.device) -> SlotLane:
+        """The lane of a number, made at first use by all ranks alike."""
+        if number == len(self.lanes):
+            sizes = self.config.hidden_size, self.config.expert_intermediate_size
+            like = _masters_like(self.config.num_experts // self.num_ranks, *sizes, self.dispatcher.dtype, device)
+            transport = self._transport(like)
+            self.lanes.append(SlotLane(transport, transport.own_slots or SlotBuffers(self.slots, like)))
+        return self.lanes[number]
+
+    def _transport(self, like: Sequence[Tensor]) -> Transport:
+        if self.lanes and self.lanes[0].transport.own_slots is None:
+            return self.lanes[0].transport  # messages have no memory of their own
+        return make_transport(self.config.replica.transport, self.group, self.slots, like, self.dispatcher.faults)
+
+
+def _masters_like(
+    num_local: int, hidden_size: int, inner_size: int, dtype: torch.dtype, device: torch.device
+) -> list[Tensor]:
+    """Shapes of a rank's masters; no memory."""
+    sizes = ((num_local, 2 * inner_size, hidden_size), (num_local, hidden_size, inner_size))
+    return [torch.empty(1, dtype=dtype, device=device).expand(size) for size in sizes]
+
+
+def build_runtime(config: MoEConfig, dispatcher: Dispatcher, experts: type[GroupedExperts]) -> ReplicaRuntime | None:
+    """The replicas of a layer, shared with other layers alike; None where it has no slots. Collective.
+
+    Raises:
+        RecipeError: experts that cannot compute copies behind this dispatcher. PlanError: see `ReplicaRuntime`.
+    """
+    if config.replica.slots == 0:
+        return None
+    reason = experts.replica_refusal(dispatcher.host_syncs > 0)
+    if reason is not None:
+        raise RecipeError(
+            f"replica.slots = {config.replica.slots} cannot be had with experts = {config.experts!r} and dispatcher = "
+            f"{config.dispatcher!r}: {reason}; or set slots = 0"
+        )
+    key = (config.replica, config.expert_intermediate_size, config.num_experts)
+    runtime = dispatcher.companions.get(key)
+    if runtime is None:
+        runtime = dispatcher.companions[key] = ReplicaRuntime(config, dispatcher)
+    assert isinstance(runtime, ReplicaRuntime), "the key is ours"
+    return runtime
+
+
+def check_replicas(config: MoEConfig, group: dist.ProcessGroup | None) -> None:
+    """Refuse replicas that no group of that size can have.
+
+    Raises:
+        RecipeError, PlanError: value, limit and way out.
+    """
+    replica = config.replica
+    if replica.slots == 0:
+        return
+    if group is None or group.size() == 1:
+        raise RecipeError(
+            f"replica.slots = {replica.slots} would have no effect on one rank, which computes everything itself; set "
+            "it to 0, or give the layer a group of two ranks or more"
+        )
+    check_slots(replica.planner, replica.slots, replica.min_quota, config.num_experts // group.size(), _bytes(config))
+
+
+def _bytes(config: MoEConfig) -> int:
+    """Weights and float32 gradients of one copy."""
+    elements = 3 * config.hidden_size * config.expert_intermediate_size
+    return elements * (getattr(torch, config.dtype).itemsize + 4)

@@ -1,0 +1,117 @@
+"""Replicas switched on in a layer: everything but the time equals the run without, and what is left out shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from moe_ep import close_dispatchers
+from moe_ep.replica import runtime
+from moe_ep.replica.lanes import Phase
+from moe_ep.replica.transport import GroupTransport, InFlight
+from moe_ep.replica.with_replicas import Flight
+from moe_ep.testing.ranks import RankPool
+from tests.ranks.shared_slots import SharedTransport
+from tests.ranks.small_runtime import Step, Training, largest_difference, train
+
+ON = dict(replica=dict(slots=2))
+STEPS = 20
+CONFIGS: dict[str, dict[str, Any]] = {
+    "all2all": {},
+    "agrs": dict(dispatcher="agrs"),
+    "all2all loop sigmoid": dict(experts="loop", router="sigmoid", bias_update_rate=0.001),
+    "agrs grouped": dict(dispatcher="agrs", router="grouped", num_groups=2, top_k=2),
+    "all2all fixed rows": dict(replica=dict(slots=4, planner="fixed_rows")),
+}
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(4, timeout_s=120) as ranks:
+        yield ranks
+
+
+def check_replicas_worked(steps: list[Step]) -> None:
+    """Copies in 9 of 10 steps and layers, rows on them, ranks more even than without them."""
+    copies = [count for step in steps for count in step.replicas]
+    assert sum(count > 0 for count in copies) >= 0.9 * len(copies)
+    assert all(moved > 0 for step in steps for moved, count in zip(step.moved, step.replicas, strict=True) if count)
+    before, after = ([x for step in steps for x in getattr(step, name)] for name in ("before", "after"))
+    assert all(a <= b for a, b in zip(after, before, strict=True))
+    assert fmean(after) < 1.1 < 1.3 < fmean(before)
+
+
+@pytest.mark.parametrize(("name", "num_ranks"), [("all2all", 2), ("all2all", 4), ("agrs", 2), ("agrs", 4)])
+def test_training_equals_training_without(pool: RankPool, name: str, num_ranks: int) -> None:
+    ours = pool.run(train, CONFIGS[name] | ON, STEPS, num_ranks=num_ranks)
+    theirs = pool.run(train, CONFIGS[name], STEPS, num_ranks=num_ranks)
+    assert largest_difference(ours, theirs) < 1e-5
+    check_replicas_worked(ours[0])
+
+
+@pytest.mark.parametrize("name", ["all2all loop sigmoid", "agrs grouped", "all2all fixed rows"])
+def test_with_other_experts_routers_and_planners(pool: RankPool, name: str) -> None:
+    ours = pool.run(train, ON | CONFIGS[name], 6)
+    theirs = pool.run(train, CONFIGS[name] | dict(replica={}), 6)
+    assert largest_difference(ours, theirs) < 1e-5
+    check_replicas_worked(ours[0])
+
+
+def mutant(group: dist.ProcessGroup, rank: int, name: str, steps: int) -> list[Step]:
+    def kept(self: GroupTransport, *args: Any) -> InFlight:
+        return InFlight(lambda: None)
+
+    def twice(self: GroupTransport, plan: Any, slots: Any, masters: Any) -> InFlight:
+        real(self, plan, [grad.clone() for grad in slots], masters).wait()
+        return real(self, plan, slots, masters)
+
+    def not_again(self: Flight, masters: Any) -> None:
+        self.phase = Phase.BACKWARD
+
+    real = GroupTransport._pull
+    planted = {
+        "not reduced": (GroupTransport, "_pull", kept),
+        "reduced twice": (GroupTransport, "_pull", twice),
+        "not brought again": (Flight, "return_to", not_again),
+    }
+    with mock.patch.object(*planted[name]):
+        return train(group, rank, ON, steps)
+
+
+@pytest.mark.parametrize("name", ["not reduced", "reduced twice", "not brought again"])
+def test_what_is_left_out_shows(pool: RankPool, name: str) -> None:
+    theirs = pool.run(train, {}, 4, num_ranks=2)
+    assert largest_difference(pool.run(mutant, name, 4, num_ranks=2), theirs) > 1e-3
+
+
+def one_sided(group: dist.ProcessGroup, rank: int, folder: str, missing: str, late: str, steps: int) -> list[Step]:
+    """Slots in shared memory; the homes are late to move what they move, or the others late to compute."""
+
+    def make(kind: str, group: dist.ProcessGroup, slots: int, like: Any, faults: Any) -> SharedTransport:
+        return SharedTransport(
+            group, Path(folder), slots, like, missing, 0.05 if late == "homes" and rank == 0 else 0.0
+        )
+
+    close_dispatchers(group)  # and the slots of other tests with them
+    try:
+        with mock.patch.object(runtime, "make_transport", make):
+            training = Training(group, ON)
+            for layer in training.stack.layers if late == "experts" and rank > 0 else []:
+                layer.log, layer.nap_s = [], 0.05  # type: ignore[assignment]
+            return [training.step(number) for number in range(steps)]
+    finally:
+        close_dispatchers(group)
+
+
+@pytest.mark.parametrize(("missing", "late"), [("", "homes"), ("", "experts"), ("exit", "homes"), ("entry", "experts")])
+def test_each_fence_is_needed(pool: RankPool, tmp_path: Path, missing: str, late: str) -> None:
+    theirs = pool.run(train, {}, 3, num_ranks=2)
+    difference = largest_difference(pool.run(one_sided, str(tmp_path), missing, late, 3, num_ranks=2), theirs)
+    assert (difference > 1e-3) == bool(missing)
+    assert missing or difference < 1e-5
