@@ -347,7 +347,7 @@ class MoELayer(nn.Module):
 
 
 def _seen_by_dispatcher(config: MoEConfig, group: dist.ProcessGroup | None) -> DispatchConfig:
-    num_ranks = 1 if group is None else group.size()
+    num_ranks = group.size() if isinstance(group, dist.ProcessGroup) else 1  # what is none is refused later
     # where R does not divide E there is no P: the refusal is to name E
     return config.dispatch(num_ranks if config.num_experts % num_ranks == 0 else 0)
 

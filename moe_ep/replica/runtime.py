@@ -304,7 +304,7 @@ def check_replicas(config: MoEConfig, group: dist.ProcessGroup | None) -> None:
     replica = config.replica
     if replica.slots == 0:
         return
-    if group is None or group.size() == 1:
+    if not isinstance(group, dist.ProcessGroup) or group.size() == 1:
         raise RecipeError(
             f"replica.slots = {replica.slots} would have no effect on one rank, which computes everything itself; set "
             "it to 0, or give the layer a group of two ranks or more"
