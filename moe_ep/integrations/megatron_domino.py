@@ -117,7 +117,8 @@ class DominoTransformerBlock(TransformerBlock):
         others: as for TransformerBlock.
 
     Raises:
-        RecipeError: a flag that is not served, or a MoE layer that is not ours.
+        RecipeError: a flag that is not served, a MoE layer that is not ours, or more micro-batches than its dispatcher
+            holds in flight.
     """
 
     def __init__(self, *args: Any, micro_batches: int, **others: Any) -> None:
@@ -148,6 +149,8 @@ class DominoTransformerBlock(TransformerBlock):
                     f"layer {layer.layer_number} has Megatron's own MoE layer, whose dispatcher holds one micro-batch; "
                     "make its spec with use_moe_ep"
                 )
+            if isinstance(mlp, MegatronMoELayer):
+                mlp.dispatcher.check_interleaving(micro_batches)
 
     def forward(self, hidden_states: Any, attention_mask: Tensor | None = None, *args: Any, **others: Any) -> Any:
         """[S, B, H] to [S, B, H], as Megatron's.
@@ -215,7 +218,8 @@ def use_domino(model: GPTModel, micro_batches: int) -> GPTModel:
         micro_batches: M, "intra_layer_micro_batch" of a recipe; must divide the number of sequences of a batch.
 
     Raises:
-        RecipeError: a flag that is not served, by name, or a model without a decoder block.
+        RecipeError: a flag that is not served, by name; a dispatcher that holds fewer micro-batches in flight; a model
+            without a decoder block.
     """
     block = getattr(model, "decoder", None)
     if not isinstance(block, TransformerBlock):

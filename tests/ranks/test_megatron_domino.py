@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
-from moe_ep import InputError, MoEError, RecipeError
+from moe_ep import Capabilities, InputError, MoEError, RecipeError, register_dispatcher
+from moe_ep.dispatch.all2all import All2All
 from moe_ep.testing.ranks import RankPool
 from tests.ranks import megatron_cpu as cpu
 from tests.ranks.test_megatron import build
@@ -125,6 +127,14 @@ def stages(group: Any, rank: int) -> Any:
     return order
 
 
+@register_dispatcher("single_file_all2all")
+class SingleFile(All2All):
+    """Holds one micro-batch at a time."""
+
+    name: ClassVar[str] = "single_file_all2all"
+    capabilities: ClassVar[Capabilities] = replace(All2All.capabilities, max_tickets=1)
+
+
 REFUSED: dict[str, dict[str, Any]] = {
     "hidden_dropout": dict(hidden_dropout=0.1),
     "recompute_granularity": dict(
@@ -137,11 +147,12 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 def test_what_cannot_be_interleaved_is_refused(pool: RankPool) -> None:
     for said in pool.run(refused):
-        assert len(said) == len(REFUSED) + 3
+        assert len(said) == len(REFUSED) + 4
         for flag, (kind, text) in zip(REFUSED, said, strict=False):
             assert kind is RecipeError and text.startswith(f"{flag} = "), text
-        native, odd, packed = said[len(REFUSED) :]
+        native, single, odd, packed = said[len(REFUSED) :]
         assert native[0] is RecipeError and "use_moe_ep" in native[1]
+        assert single[0] is RecipeError and "it holds 1 micro-batch(es) in flight, and 2 are to be inter" in single[1]
         assert odd[0] is InputError and "3 sequences" in odd[1]
         assert packed[0] is InputError and "packed_seq_params" in packed[1]
 
@@ -161,6 +172,7 @@ def refused(group: Any, rank: int) -> Any:
         for changes in REFUSED.values():
             attempt(lambda changes=changes: use_domino(build("all2all", **changes), 2))
         attempt(lambda: use_domino(build(None), 2))
+        attempt(lambda: use_domino(build("single_file_all2all"), 2))
         model = use_domino(build("all2all"), 2)
         attempt(lambda: run(model, cpu.batch(rank, 0, sequences=3)))
         mask = cpu.batch(rank, 0)[2]
