@@ -6,6 +6,7 @@ import enum
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from ..errors import ProtocolError
@@ -56,6 +57,7 @@ class Ticket:
         lane: what the micro-batch borrowed; it goes back when the ticket is done, fails or dies.
         waits: of the waits between streams those that its stages make; None: all.
         packed: of the payload, between two stages.
+        recorded: whether gradients were recorded when it was made.
     """
 
     __slots__ = (
@@ -72,6 +74,7 @@ class Ticket:
         "packed",
         "payload",
         "place",
+        "recorded",
         "stage",
         "state",
         "waits",
@@ -100,11 +103,12 @@ class Ticket:
         self.lane: Lane | None = None
         self.packed: Packed | None = None
         self.waits = waits
+        self.recorded = torch.is_grad_enabled()
         self._return_lane: Callable[[], Any] | None = None
         self._layout_args: tuple[Any, ...] | None = None
 
     def expect(self, called: Stage) -> None:
-        """Refuse a stage out of order.
+        """Refuse a stage out of order, or one behind which gradients would be lost.
 
         Raises:
             ProtocolError: names the stage expected, the one called, layer and micro-batch.
@@ -118,6 +122,14 @@ class Ticket:
             raise ProtocolError(
                 f"{self.where}: {called.label} was called, but {Stage(self.stage + 1).label} is the next stage "
                 f"(last one passed: {self.stage.label})"
+            )
+        recording = torch.is_grad_enabled()
+        if recording != self.recorded:
+            now, before = ("", " not") if recording else (" not", "")
+            raise ProtocolError(
+                f"{self.where}, {called.label}: gradients are{now} recorded, but were{before} when the ticket was made, so "
+                "backward would lose them; run all stages of a micro-batch with gradients on, or all with gradients off, "
+                "also where an activation checkpoint runs some of them (use_reentrant=False)"
             )
 
     def lend(self, lane: Lane, give_back: Callable[[], Any]) -> None:

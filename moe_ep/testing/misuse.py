@@ -13,7 +13,10 @@ from .cases import LAYER
 
 
 def drive_protocol(bench: Bench) -> None:
-    """At every point of a ticket's life each wrong stage is refused, without harm: the ticket's result stays right."""
+    """At every point of a ticket's life each wrong stage is refused, and the right one with gradients off.
+
+    Without harm: the ticket's result stays right.
+    """
     batch = bench.micro_batch(1)
     batch.preprocess()
     right_way: list[Callable[[], None]] = [batch.dispatch, batch.experts, batch.combine, batch.finish]
@@ -37,16 +40,23 @@ def _try_wrong_stages(bench: Bench, batch: MicroBatch, expected: Stage | None) -
         Stage.COMBINE_POSTPROCESS: lambda: d.combine_postprocess(ticket),
     }
     for called, call in calls.items():
+        place = [called.label, f"layer {LAYER}", "micro-batch 1"]
         if called == expected:
+            with torch.no_grad():
+                _refused(bench, call, [*place, "gradients are not recorded"], f"{called.label} with gradients off")
             continue
-        wanted = [called.label, f"layer {LAYER}", "micro-batch 1", "released" if expected is None else expected.label]
-        try:
-            call()
-        except ProtocolError as err:
-            bench.report.problems += [f"{err!s} does not say {word!r}" for word in wanted if word not in str(err)]
-        else:
-            where = "on a released ticket" if expected is None else f"where {expected.label} was due"
-            bench.report.problems.append(f"{called.label} {where} was not refused")
+        where = "on a released ticket" if expected is None else f"where {expected.label} was due"
+        wanted = [*place, "released" if expected is None else expected.label]
+        _refused(bench, call, wanted, f"{called.label} {where}")
+
+
+def _refused(bench: Bench, call: Callable[[], object], words: list[str], what: str) -> None:
+    try:
+        call()
+    except ProtocolError as err:
+        bench.report.problems += [f"{err!s} does not say {word!r}" for word in words if word not in str(err)]
+    else:
+        bench.report.problems.append(f"{what} was not refused")
 
 
 def _bad_ids(batch: MicroBatch, value: int) -> None:
