@@ -13,14 +13,25 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from moe_ep import InputError, NonFiniteError, Pending, ProtocolError, RecipeError, domino, moe_layers
+from moe_ep import (
+    InputError,
+    NonFiniteError,
+    Pending,
+    ProtocolError,
+    RecipeError,
+    domino,
+    moe_layers,
+    recompute_region,
+)
 from moe_ep.dispatch.ticket import Ticket
 from moe_ep.dispatch.transfer import Flight
-from moe_ep.domino import DominoLayer, DominoStack, launch
+from moe_ep.domino import DominoLayer, DominoStack, Region, launch
 from moe_ep.schedule import Key, Kind, schedule
 from moe_ep.streams import InFlight
 from moe_ep.testing.ranks import RankPool
+from tests.ranks.race_runs import host_ahead
 from tests.ranks.small_stack import inputs, loss_of, recorded, slow_collectives, small_stack
 
 DELAY_S, NAP_S = 0.05, 0.1
@@ -113,12 +124,21 @@ def run_step(model: DominoStack, xs: list[torch.Tensor]) -> list[torch.Tensor]:
     return [*(y.detach() for y in ys), *(x.grad for x in xs)]
 
 
-def body_steady(group: dist.ProcessGroup, rank: int, num: int) -> list[int]:
+def body_steady(
+    group: dist.ProcessGroup, rank: int, num: int, ahead: bool, recompute: bool, early_stop: bool
+) -> list[int]:
+    with host_ahead(ahead), set_checkpoint_early_stop(early_stop):
+        return left_over(group, rank, num, recompute_region if recompute else None)
+
+
+def left_over(group: dist.ProcessGroup, rank: int, num: int, region: Region | None) -> list[int]:
     """What is left of micro-batches after step 10, after step 200, with outputs pending, and without them.
 
     Lanes, free lanes, live tickets, transfers (those of a graph that is alive), communications in flight.
     """
     model = small_stack(group, dense=(False, True))
+    for layer in model.layers:
+        layer.recompute_in(region)  # type: ignore[operator]
     (dispatcher,) = {layer.dispatcher for layer in moe_layers(model)}
 
     def figures() -> list[int]:
@@ -140,9 +160,21 @@ def body_steady(group: dist.ProcessGroup, rank: int, num: int) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize("num", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_lanes_and_tickets_do_not_grow_and_come_back(pool: RankPool, num: int) -> None:
-    for seen in pool.run(body_steady, num):
+@pytest.mark.parametrize(
+    ("num", "ahead", "recompute", "early_stop"),
+    [
+        (2, False, False, True),
+        (2, True, False, True),
+        (2, True, True, True),
+        (2, False, True, False),
+        pytest.param(3, False, False, True, marks=pytest.mark.slow),
+        pytest.param(3, True, True, False, marks=pytest.mark.slow),
+    ],
+)
+def test_lanes_and_tickets_do_not_grow_and_come_back(
+    pool: RankPool, num: int, ahead: bool, recompute: bool, early_stop: bool
+) -> None:
+    for seen in pool.run(body_steady, num, ahead, recompute, early_stop):
         gone = [num, num, 0, 0, 0]
         assert seen == gone * 2 + [num, 0, num, 2 * num, num] + gone
 
@@ -240,7 +272,8 @@ def test_misuse_is_refused() -> None:
 
 
 def test_the_error_of_a_micro_batch_names_it_and_gives_the_lanes_back() -> None:
-    model = small_stack(None, dict(dispatcher="all2all"), dense=(False, False))
+    changes = dict(dispatcher="all2all", max_tokens=14)  # a dispatcher that no other test has
+    model = small_stack(None, changes, dense=(False, False))
     xs = inputs(0, 3)
     xs[2] = torch.full_like(xs[2], torch.nan)
     (dispatcher,) = {layer.dispatcher for layer in moe_layers(model)}

@@ -16,6 +16,7 @@ from moe_ep import DominoStack, ExpertInput, MoEConfig, Routing, build_dispatche
 from moe_ep.dispatch.base import Dispatcher
 from moe_ep.streams import Lane
 from moe_ep.testing.ranks import RankPool
+from tests.ranks.race_runs import host_ahead
 from tests.ranks.small_stack import MOE, H, SmallLayer, inputs, loss_of, recorded, same, small_stack
 
 DISPATCHERS = ["all2all", "agrs"]
@@ -94,24 +95,25 @@ def test_memory_that_torch_fills_with_nan_is_filled_before_anything_arrives(pool
     pool.run(body_fill, name)
 
 
-def body_shared(group: dist.ProcessGroup, rank: int, num: int) -> list[list[str]]:
+def body_shared(group: dist.ProcessGroup, rank: int, num: int, ahead: bool) -> list[list[str]]:
     """Turns of everything but shared experts, both ways: with shared experts, and without."""
     found = []
     for shared in (1, 0):
         changes = dict(num_shared_experts=shared, shared_intermediate_size=8 * shared)
         config = MoEConfig(**(MOE | changes))
         model = DominoStack(SmallLayer(config, group, i, dense=False) for i in range(3))
-        with recorded(model) as log:
+        with recorded(model) as log, host_ahead(ahead):
             train(model, inputs(rank, num))
         found.append([line for line in log if "shared" not in line])
         assert sum("shared" in line for line in log) == shared * 2 * 3 * num
     return found
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("num", [1, 2, 4])
-def test_shared_experts_move_no_launch_and_no_wait(pool: RankPool, num: int) -> None:
+def test_shared_experts_move_no_launch_and_no_wait(pool: RankPool, num: int, ahead: bool) -> None:
     """NVIDIA/Megatron-LM#7389: two ways of overlapping that cancel each other."""
-    for with_shared, without in pool.run(body_shared, num):
+    for with_shared, without in pool.run(body_shared, num, ahead):
         assert with_shared == without and len(without) > 20 * num
 
 

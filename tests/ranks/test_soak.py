@@ -22,6 +22,7 @@ from torch import Tensor
 
 from moe_ep import CapacityError, DominoStack, InputError, MoEConfig, NonFiniteError, PeerError, moe_layers
 from moe_ep.layer import update_routers
+from moe_ep.schedule import schedule
 from moe_ep.testing.ranks import RankPool
 from tests.ranks.small_stack import MOE, H, SmallLayer, loads, loss_of
 
@@ -200,23 +201,30 @@ def soak(group: dist.ProcessGroup, rank: int, steps: int, warm_up: int) -> float
     return resident_mib() - grown_from
 
 
-def abandon_under_way(group: dist.ProcessGroup, rank: int, index: int) -> None:
+def abandon_in_each_stage(group: dist.ProcessGroup, rank: int, index: int, scheduled: bool) -> None:
     layer = moe_layers(make_model(group))[index]
-    flight = layer.launch_dispatch(torch.ones(3, H, requires_grad=True))
-    dispatched = [weakref.ref(tensor) for tensor in flight.ticket.payload]
-    del flight
-    assert dispatched and not any(ref() is not None for ref in dispatched)
-    flight = layer.launch_dispatch(torch.ones(3, H, requires_grad=True))
-    layer.launch_combine(flight)
-    combined = [weakref.ref(tensor) for tensor in flight.ticket.payload]
-    del flight
-    assert combined and not any(ref() is not None for ref in combined)
+    waits = schedule(2).links[0] if scheduled else None
+    stages: list[Callable[[Any], object]] = [
+        lambda flight: layer.dispatcher.dispatch(flight.ticket),
+        lambda flight: layer.compute(flight),
+        lambda flight: layer.dispatcher.combine(flight.ticket),
+    ]
+    for last in range(1 + len(stages)):
+        flight = layer.prepare(torch.ones(3, H, requires_grad=True), waits=waits)
+        for stage in stages[:last]:
+            stage(flight)
+        sent = [weakref.ref(tensor) for tensor in flight.ticket.payload]
+        del flight
+        assert sent and not any(ref() is not None for ref in sent), f"{last} stages behind preprocess"
+        lanes = layer.dispatcher.lanes
+        assert lanes.num_free == lanes.num_lanes
 
 
+@pytest.mark.parametrize("scheduled", [False, True])
 @pytest.mark.parametrize("index", [0, 1])
-def test_what_is_abandoned_on_its_way_is_freed_at_once(pool: RankPool, index: int) -> None:
-    """The flight, its autograd node and the tensors that it brings must be no cycle."""
-    pool.run(abandon_under_way, index, num_ranks=2)
+def test_what_is_abandoned_on_its_way_is_freed_at_once(pool: RankPool, index: int, scheduled: bool) -> None:
+    """Packed, under way or arrived: the flight, its autograd nodes and the tensors that it brings must be no cycle."""
+    pool.run(abandon_in_each_stage, index, scheduled, num_ranks=2)
 
 
 def test_thirty_steps_with_faults_leave_nothing_behind(pool: RankPool) -> None:

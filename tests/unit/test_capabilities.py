@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from moe_ep import (
     Capabilities,
@@ -20,12 +21,14 @@ from moe_ep import (
     Routing,
     Unavailable,
     build_dispatcher,
+    recompute_region,
     register_dispatcher,
 )  # fmt: skip
 from moe_ep.dispatch.capabilities import capability_reasons
 from moe_ep.dispatch.local import Local
 from moe_ep.dispatch.registry import unavailable_reasons
 from moe_ep.testing.contract import CASES
+from tests.ranks.race_runs import host_ahead
 from tests.ranks.small_stack import MOE, inputs, small_stack
 
 CONFIG = DispatchConfig(name="picky", num_experts=4, top_k=2, hidden_size=8)
@@ -88,6 +91,29 @@ def test_a_stack_that_was_not_told_refuses_at_the_first_call() -> None:
             (y,), _ = model(inputs(0, 1))
             y.sum().backward()
     small_stack(None)(inputs(0, 4))
+
+
+@register_dispatcher("pair")
+class Pair(Local):
+    """A back end that holds two."""
+
+    name: ClassVar[str] = "pair"
+    capabilities: ClassVar[Capabilities] = replace(Local.capabilities, max_tickets=2)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_m_micro_batches_never_hold_more_than_m_tickets(ahead: bool, recompute: bool) -> None:
+    """From layer to layer, in the second pass of a recompute, and from step to step."""
+    model = small_stack(None, dict(dispatcher="pair"), dense=(False, False, True, False))
+    for layer in model.layers:
+        layer.recompute_in(recompute_region if recompute else None)  # type: ignore[operator]
+    for early_stop in (True, False):
+        with host_ahead(ahead), set_checkpoint_early_stop(early_stop):
+            ys, _ = model(inputs(0, 2))
+            torch.stack([y.sum() for y in ys]).sum().backward()
+            with torch.no_grad():
+                model(inputs(0, 2))
 
 
 def test_a_ticket_more_than_a_back_end_holds_is_refused() -> None:
