@@ -63,7 +63,7 @@ REGIONS: dict[str, Region] = {
 @pytest.mark.parametrize("number", [0, 1, 2])
 @pytest.mark.parametrize("name", REGIONS)
 def test_a_region_that_turns_gradients_off_is_refused(name: str, number: int, attention: bool) -> None:
-    """Layers with experts and a dense one; the layers around it would train on, without the gradients of those before."""
+    """The other layers would train on, without the gradients of those before it."""
     model = small_stack(None)
     model.layers[number].recompute_in(REGIONS[name], attention=attention)  # type: ignore[operator]
     with pytest.raises(RecipeError, match="the region of recompute_in runs without recording gradients"):
