@@ -143,10 +143,11 @@ def redundant(steps: Sequence[Step]) -> set[str]:
 
 
 @pytest.mark.parametrize("num", [1, 2, 3, 4])
+@pytest.mark.parametrize("outside", [(), FAR[:1], FAR])
 @pytest.mark.parametrize("host_ahead", [False, True])
-def test_every_removed_wait_is_found(num: int, host_ahead: bool) -> None:
-    assert redundant(both_ways(num, host_ahead=host_ahead)) == set()
-    assert redundant(forward_of(num, host_ahead=host_ahead)) == set(), "forward alone"
+def test_every_removed_wait_is_found(num: int, outside: tuple[Kind, ...], host_ahead: bool) -> None:
+    assert redundant(both_ways(num, outside, host_ahead=host_ahead)) == set()
+    assert redundant(forward_of(num, outside, host_ahead=host_ahead)) == set(), "forward alone"
 
 
 @pytest.mark.parametrize("num", [1, 2, 3, 4])
@@ -207,8 +208,10 @@ def moved_behind(steps: Sequence[Step], what: int, behind: int) -> list[Step]:
 
 
 @pytest.mark.parametrize("num", [1, 2, 3, 4])
-def test_a_step_behind_its_consumer_is_found(num: int) -> None:
-    steps = both_ways(num)
+@pytest.mark.parametrize("outside", [(), FAR[:1], FAR])
+@pytest.mark.parametrize("host_ahead", [False, True])
+def test_a_step_behind_its_consumer_is_found(num: int, outside: tuple[Kind, ...], host_ahead: bool) -> None:
+    steps = both_ways(num, outside, host_ahead=host_ahead)
     i = num - 1
     for kind, consumer in [
         (Kind.ATTENTION, Kind.ROUTE), (Kind.ROUTE, Kind.PACK), (Kind.PACK, Kind.DISPATCH), (Kind.COUNTS, Kind.READ),
