@@ -127,9 +127,9 @@ class Ticket:
         if recording != self.recorded:
             now, before = ("", " not") if recording else (" not", "")
             raise ProtocolError(
-                f"{self.where}, {called.label}: gradients are{now} recorded, but were{before} when the ticket was made, so "
-                "backward would lose them; run all stages of a micro-batch with gradients on, or all with gradients off, "
-                "also where an activation checkpoint runs some of them (use_reentrant=False)"
+                f"{self.where}, {called.label}: gradients are{now} recorded, but were{before} when the ticket was "
+                "made, so backward would lose them; run all stages of a micro-batch with gradients on, or all with "
+                "gradients off, also where an activation checkpoint runs some of them (use_reentrant=False)"
             )
 
     def lend(self, lane: Lane, give_back: Callable[[], Any]) -> None:
