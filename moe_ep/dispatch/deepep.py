@@ -181,8 +181,7 @@ class DeepEP(Dispatcher):
         assert state.flight is not None and state.transfer is not None, "no flight"
         source_UH, weights = finish(state.flight, *ticket.payload)
         ticket.payload = ()
-        received, state.transfer.received = state.transfer.received, None
-        assert received is not None, "nothing received"
+        received = state.transfer.take()
         self.comm(self.device).hold(received)
         rows = received.index()
         ticket.state = DeepEPState(handle=received.handle, rows=rows)

@@ -47,24 +47,34 @@ class Words:
 
 
 class DispatchTransfer:
-    """Rows and weights to the experts' ranks; backward sums both back along the handle."""
+    """Rows and weights to the experts' ranks; backward sums both back along the handle.
+
+    Api v1's kernels read the ids while they send, and keep nothing alive: they are held until `take`.
+    """
 
     def __init__(self, link: Link, dog: Watchdog, what: str, ids_TK: Tensor, words: Words) -> None:
         self._link, self._dog, self._what = link, dog, what
-        self._sending: tuple[Tensor, Words] | None = (ids_TK, words)
-        self.received: Received | None = None
+        self._ids: Tensor | None = ids_TK
+        self._words: Words | None = words
+        self._received: Received | None = None
         self.handle: Any = None
 
     def forward(self, payload: Tensors) -> tuple[Tensors, list[Any]]:
         """x [T, H], weights [T, K] to source [U, H] and their weights; blocks the host until the counts are there."""
-        assert self._sending is not None, "dispatched twice"
-        (ids, words), self._sending = self._sending, None
+        words, self._words = self._words, None
+        assert words is not None and self._ids is not None, "dispatched twice"
         x_TH, weights_TK = payload
         with issued(self._dog, self._what, x_TH):
             words.send()
-            self.received = self._link.dispatch(x_TH, ids, weights_TK)
-        self.handle = self.received.handle
-        return (self.received.source, self.received.weights), []
+            received = self._link.dispatch(x_TH, self._ids, weights_TK)
+        self._received, self.handle = received, received.handle
+        return (received.source, received.weights), []
+
+    def take(self) -> Received:
+        """What came, once; the caller's stream has waited for it."""
+        received, self._received, self._ids = self._received, None, None
+        assert received is not None, "taken before it came, or twice"
+        return received
 
     def backward(self, grads: Tensors) -> tuple[Tensors, list[Any]]:
         """Gradients of source and weights to those of x [T, H] and weights [T, K]."""

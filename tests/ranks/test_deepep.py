@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -243,6 +244,41 @@ def handles_in_flight(group: dist.ProcessGroup, rank: int, options: tuple[tuple[
 def test_handles_die_with_their_micro_batch(pool: RankPool, form: str) -> None:
     options = () if form == "v1" else FORMS[form]
     assert pool.run(handles_in_flight, options, num_ranks=2) == [0, 0]
+
+
+def inputs_under_way(group: dist.ProcessGroup, rank: int, options: tuple[tuple[str, object], ...]) -> list[list[bool]]:
+    """Which of rows, ids and weights of a dispatch are alive: when it was launched, and when it was awaited."""
+    dispatcher: Any = build_dispatcher(config(options=options), group)
+    given: list[weakref.ref[torch.Tensor]] = []
+    real = dispatcher.link.dispatch
+
+    def dispatch(*inputs: torch.Tensor) -> Any:
+        given.extend(map(weakref.ref, inputs))
+        return real(*inputs)
+
+    x, routing = micro_batch(rank)
+    with torch.no_grad(), mock.patch.object(dispatcher.link, "dispatch", dispatch):
+        ticket = dispatcher.dispatch_preprocess(x[1:], routing_of(routing, 1))
+        dispatcher.dispatch(ticket)
+        launched = [ref() is not None for ref in given]
+        dispatcher.dispatch_postprocess(ticket)
+        awaited = [ref() is not None for ref in given]
+        ticket.release()
+    close_dispatchers(group)
+    return [launched, awaited]
+
+
+def routing_of(routing: Routing, first: int) -> Routing:
+    """Of the tokens from `first` on: tensors that nobody else holds."""
+    ids, weights = routing.expert_ids[first:].clone(), routing.weights[first:].clone()
+    return Routing(expert_ids=ids, weights=weights, num_experts=routing.num_experts)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_a_dispatch_reads_lives_until_it_is_awaited(pool: RankPool, form: str) -> None:
+    """The kernels read ids, too, while the host is far ahead; api v2 keeps them in its handle."""
+    options = () if form == "v1" else FORMS[form]
+    assert pool.run(inputs_under_way, options, num_ranks=2) == [[[True] * 3, [False, form != "v1", False]]] * 2
 
 
 FEW = Setup(dispatcher="agrs", steps=4, tokens=24, device="cpu")
