@@ -26,8 +26,9 @@ from .errors import (
     Unavailable,
 )
 from .experts import register_experts
+from .flights import MoEAux
 from .gradients import clip_grad_norm_, grad_norm
-from .layer import MoEAux, MoELayer, moe_layers, total_aux_loss, update_routers
+from .layer import MoELayer, moe_layers, total_aux_loss, update_routers
 from .permute import ExpertInput
 from .recompute import recompute_context_fn, recompute_region
 from .routing import Routing

@@ -32,8 +32,10 @@ from .dispatch.waits import ALL_WAITS
 from .domino_checks import check_group, check_listed, check_region, check_shape, check_taken_apart, two_of_shape
 from .eager import eager
 from .errors import InputError, ProtocolError, RecipeError
-from .layer import LayerFlight, MoEAux, MoELayer, check_layer_indices, moe_layers
+from .flights import LayerFlight, MoEAux, Routed, given
+from .layer import MoELayer, check_layer_indices, moe_layers
 from .peers import is_early_stop
+from .replica.lease import Lease
 from .schedule import Kind, Link, Schedule, Step, schedule
 from .tracing import stage_range
 
@@ -174,7 +176,8 @@ class DominoLayer(nn.Module):
     @eager  # a trace cannot make a schedule again
     def _plan(self, num_micro_batches: int, host_ahead: bool) -> tuple[Schedule, Sequence[frozenset[Link]]]:
         dense = self.moe is None
-        plan = schedule(num_micro_batches, dense=dense, outside=self._outside, host_ahead=host_ahead)
+        joint = getattr(self.moe, "joint_replicas", False)
+        plan = schedule(num_micro_batches, dense=dense, outside=self._outside, host_ahead=host_ahead, joint=joint)
         return plan, _links(plan)
 
 
@@ -195,6 +198,8 @@ class _Run:
         self.n: dict[int, Tensor] = {}
         self.base: dict[int, Tensor] = {}
         self.joining: dict[int, Tensor] = {}
+        self.leases: dict[int, Lease] = {}
+        self.routed: dict[int, Routed] = {}  # where micro-batches are placed together
         self.flights: dict[int, LayerFlight] = {}
 
     def walk(self, steps: Iterable[Step], *, again: bool = False) -> None:
@@ -214,6 +219,8 @@ class _Run:
         tickets = [flight.ticket for flight in self.flights.values()]
         for ticket in [*tickets, *(pending.ticket for pending in self.inputs.values() if pending.ticket is not None)]:
             ticket.release()
+        for lease in self.leases.values():
+            lease.release()
         moe, (kind, i) = self.layer.moe, step.key[:2]
         if moe is not None:
             moe.dispatcher.raise_everywhere(err, f"layer {moe.layer_index}, micro-batch {i} ({kind})")
@@ -252,14 +259,40 @@ class _Run:
         self.x[i] = pending.resolve()
 
     def attention(self, i: int) -> None:
+        if Kind.ATTENTION not in self.layer._outside:  # else a second pass would find the first one's
+            self._lease(i)
         with self._named("attention", i):
             x = self.x.pop(i)
             self.h[i], self.n[i] = two_of_shape(self.layer.attention_of(i, x), x.shape, self._where("attention", i))
 
     def route(self, i: int) -> None:
-        self.flights[i] = self._moe.prepare(
-            self.n[i], self.valid[i], micro_batch=i, waits=self.links[i], num_micro_batches=len(self.valid)
-        )
+        moe, num, lease = self._moe, len(self.valid), self._lease(i)
+        if not self._joint:
+            how: dict[str, Any] = dict(waits=self.links[i], num_micro_batches=num)
+            self.flights[i] = moe.prepare(self.n[i], self.valid[i], micro_batch=i, **how, **given("lease", lease))
+            return
+        self.routed[i] = moe.run_router(self.n[i], self.valid[i], micro_batch=i, lease=lease)
+        if len(self.routed) == num:
+            moe.place([self.routed[each] for each in range(num)])
+
+    def pack(self, i: int) -> None:
+        if self._joint:  # else it came with the route
+            self.flights[i] = self._moe.pack(self.routed.pop(i), waits=self.links[i], num_micro_batches=len(self.valid))
+
+    @property
+    def _joint(self) -> bool:
+        return getattr(self.layer.moe, "joint_replicas", False)
+
+    def _lease(self, i: int) -> Lease | None:
+        """Of a micro-batch's replicas; opened in front of attention, they come home behind its backward."""
+        if getattr(self.layer.moe, "replicas", None) is None:
+            return None
+        num, key = len(self.valid), 0 if self._joint else i
+        if key not in self.leases:
+            lease = self._moe.open_replicas(key, num, users=num if self._joint else 1)
+            assert lease is not None, "a layer with replicas"
+            self.leases[key] = lease
+        return self.leases[key]
 
     def dispatch(self, i: int) -> None:
         self._moe.dispatcher.dispatch(self.flights[i].ticket)
@@ -302,7 +335,7 @@ def _links(plan: Schedule) -> Sequence[frozenset[Link]]:
 
 
 def _inside_another(run: _Run, i: int) -> None:
-    """Steps that a stage of the dispatcher takes by itself: counts and pack in route, read in dispatch."""
+    """Steps that a stage of the dispatcher takes by itself: counts (and pack, mostly) in route, read in dispatch."""
 
 
 _DO: dict[Kind, Callable[[_Run, int], None]] = {
@@ -310,7 +343,7 @@ _DO: dict[Kind, Callable[[_Run, int], None]] = {
     Kind.ATTENTION: _Run.attention,
     Kind.ROUTE: _Run.route,
     Kind.COUNTS: _inside_another,
-    Kind.PACK: _inside_another,
+    Kind.PACK: _Run.pack,
     Kind.READ: _inside_another,
     Kind.DISPATCH: _Run.dispatch,
     Kind.EXPERTS: _Run.experts,

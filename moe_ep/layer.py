@@ -9,80 +9,28 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from .config import DispatchConfig, MoEConfig
 from .dispatch.agreement import agree
 from .dispatch.registry import build_dispatcher, refusal
-from .dispatch.ticket import Ticket
 from .eager import eager
 from .errors import InputError, MoEError, RecipeError
 from .experts import SharedExperts, build_experts
+from .flights import LayerFlight, MoEAux, Routed, copies_held, given, releasing
 from .load import rank_load
 from .losses import RouterAux
 from .peers import is_early_stop, mark_everywhere
 from .replica.lease import Lease
-from .replica.runtime import ReplicaRuntime, build_runtime, check_replicas
+from .replica.runtime import build_runtime, check_replicas
 from .router import SigmoidRouter, build_router
 from .routing import Routing
 from .schedule import Link
 from .tracing import stage_range
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MoEAux:
-    """What a layer says about one micro-batch, as device tensors (no host sync).
-
-    Attributes:
-        loss: float32 [], coefficient-weighted sum of the two losses below, differentiable; add it to the model's.
-        aux_loss, z_loss: float32 [], detached, without their coefficients; 0 where off.
-        load: int64 [E], routes of this rank's valid tokens to each expert.
-        num_tokens: int64 [], valid tokens. The losses are means over them; weight pieces by it when adding up.
-        cross_rank_routes: int64 [], routes that left this rank.
-        rank_load: int64 [R], routes of this rank's tokens to each rank, where they are computed: replicas included.
-        replicas: int64 [], experts of other ranks that this rank holds copies of.
-    """
-
-    loss: Tensor
-    aux_loss: Tensor
-    z_loss: Tensor
-    load: Tensor
-    num_tokens: Tensor
-    cross_rank_routes: Tensor
-    rank_load: Tensor
-    replicas: Tensor
-
-
-pytree.register_dataclass(MoEAux)  # for FSDP2, see Routing
-
-
-@dataclass(slots=True, kw_only=True)
-class Routed:
-    """One micro-batch behind the router: to logical experts, and behind `place` to instances of them."""
-
-    x: Tensor
-    x_TH: Tensor
-    routing: Routing
-    router_aux: RouterAux
-    micro_batch: int
-    lease: Lease | None
-    rank_rows: Tensor | None = None  # int64 [R], where replicas change whom this rank's rows go to
-
-
-@dataclass(slots=True, kw_only=True)
-class LayerFlight:
-    """One micro-batch on its way through the layer."""
-
-    x: Tensor
-    ticket: Ticket
-    router_aux: RouterAux
-    lease: Lease | None = None
-    rank_rows: Tensor | None = None  # see Routed
 
 
 class MoELayer(nn.Module):
@@ -177,7 +125,8 @@ class MoELayer(nn.Module):
     def launch_dispatch(self, x: Tensor, valid: Tensor | None = None, *, micro_batch: int = 0) -> LayerFlight:
         """Router, dispatch_preprocess, dispatch."""
         flight = self.prepare(x, valid, micro_batch=micro_batch)
-        self.dispatcher.dispatch(flight.ticket)
+        with releasing(flight.lease):
+            self.dispatcher.dispatch(flight.ticket)
         return flight
 
     @eager
@@ -200,6 +149,11 @@ class MoELayer(nn.Module):
         routed = self.run_router(x, valid, micro_batch=micro_batch, lease=lease)
         self.place([routed])
         return self.pack(routed, waits=waits, num_micro_batches=num_micro_batches)
+
+    @property
+    def joint_replicas(self) -> bool:
+        """Whether micro-batches that interleave are placed together, so that all are routed before one is packed."""
+        return self.config.replica.joint
 
     @eager
     def open_replicas(self, micro_batch: int, num_micro_batches: int, users: int = 1) -> Lease | None:
@@ -251,14 +205,15 @@ class MoELayer(nn.Module):
     @eager
     def pack(self, routed: Routed, *, waits: frozenset[Link] | None = None, num_micro_batches: int = 1) -> LayerFlight:
         """dispatch_preprocess of what `place` has been through."""
-        ticket = self.dispatcher.dispatch_preprocess(
-            routed.x_TH,
-            routed.routing,
-            layer=self.layer_index,
-            micro_batch=routed.micro_batch,
-            waits=waits,
-            num_micro_batches=num_micro_batches,
-        )
+        with releasing(routed.lease):
+            ticket = self.dispatcher.dispatch_preprocess(
+                routed.x_TH,
+                routed.routing,
+                layer=self.layer_index,
+                micro_batch=routed.micro_batch,
+                waits=waits,
+                num_micro_batches=num_micro_batches,
+            )
         return LayerFlight(
             x=routed.x, ticket=ticket, router_aux=routed.router_aux, lease=routed.lease, rank_rows=routed.rank_rows
         )
@@ -299,17 +254,16 @@ class MoELayer(nn.Module):
             expert_input = self.dispatcher.dispatch_postprocess(flight.ticket)
             reserve = self._reserve_for(expert_input.source.device) if beside_others else 0
             with stage_range("experts", self.layer_index, flight.ticket.micro_batch):
-                y_NH = self.experts(expert_input, reserve_sms=reserve, **_given(flight.lease))
+                y_NH = self.experts(expert_input, reserve_sms=reserve, **given("replicas", flight.lease))
             self.dispatcher.combine_preprocess(flight.ticket, y_NH)
 
     @contextlib.contextmanager
     def _telling(self, flight: LayerFlight, stage: str) -> Iterator[None]:
         """Around what runs while the other ranks expect this one's next communication."""
         try:
-            yield
+            with releasing(flight.lease):
+                yield
         except BaseException as err:
-            if flight.lease is not None:
-                flight.lease.release()
             if not is_early_stop(err):
                 where = flight.ticket.where
                 flight.ticket.release()
@@ -342,7 +296,7 @@ class MoELayer(nn.Module):
             num_tokens=aux.num_tokens,
             cross_rank_routes=load_R.sum() - load_R[self.dispatcher.rank],
             rank_load=load_R,
-            replicas=_copies_held(self.replicas, flight.lease, load_R),
+            replicas=copies_held(self.replicas, flight.lease, load_R),
         )
 
 
@@ -350,15 +304,6 @@ def _seen_by_dispatcher(config: MoEConfig, group: dist.ProcessGroup | None) -> D
     num_ranks = group.size() if isinstance(group, dist.ProcessGroup) else 1  # what is none is refused later
     # where R does not divide E there is no P: the refusal is to name E
     return config.dispatch(num_ranks if config.num_experts % num_ranks == 0 else 0)
-
-
-def _given(lease: Lease | None) -> dict[str, Lease]:
-    """An argument that experts of others need not know."""
-    return {} if lease is None else {"replicas": lease}
-
-
-def _copies_held(replicas: ReplicaRuntime | None, lease: Lease | None, like: Tensor) -> Tensor:
-    return like.new_zeros(()) if replicas is None or lease is None else replicas.copies_held(lease)
 
 
 def _shape_of(x: object) -> tuple[int, ...]:

@@ -209,7 +209,12 @@ def _links_of(num_micro_batches: int, steps: Sequence[Step]) -> tuple[frozenset[
 
 @functools.cache  # layers ask for it in every forward
 def schedule(
-    num_micro_batches: int, *, dense: bool = False, outside: tuple[Kind, ...] = (), host_ahead: bool = False
+    num_micro_batches: int,
+    *,
+    dense: bool = False,
+    outside: tuple[Kind, ...] = (),
+    host_ahead: bool = False,
+    joint: bool = False,
 ) -> Schedule:
     """The steps of one layer for M micro-batches, in the order in which they are issued.
 
@@ -222,6 +227,8 @@ def schedule(
             behind the next piece of computation: attention of the next micro-batch, or experts of the first one. Where
             attention is outside, the next micro-batch's route and pack are that piece: they are all there is before
             the experts, which need the dispatch, and issuing them takes about as long as counts travel.
+        joint: all micro-batches are routed before the first is packed, because they are placed together (replicas). D0
+            then hides behind p1 alone, and what is left of it in front of E0.
 
     Raises:
         RecipeError: M < 1, or `outside` is no such part.
@@ -237,7 +244,11 @@ def schedule(
         keys += [Key(kind, i) for i in numbers for kind in (*inside, Kind.SHARED)]
     else:
         send = _read_late if host_ahead and num_micro_batches > 1 else _read_at_once
-        keys += send(num_micro_batches, inside) + [Key(Kind.SHARED, i) for i in numbers]
+        prepare: tuple[Kind, ...] = _PREPARE
+        if joint:
+            keys += [Key(kind, i) for i in numbers for kind in (*inside, Kind.ROUTE)]
+            inside, prepare = (), _PREPARE[1:]
+        keys += send(num_micro_batches, inside, prepare) + [Key(Kind.SHARED, i) for i in numbers]
     return Schedule(
         num_micro_batches=num_micro_batches,
         dense=dense,
@@ -246,17 +257,17 @@ def schedule(
     )
 
 
-def _read_at_once(num: int, inside: tuple[Kind, ...]) -> list[Key]:
-    loops = [(*inside, *_PREPARE, *_SEND), (Kind.EXPERTS, Kind.COMBINE)]
+def _read_at_once(num: int, inside: tuple[Kind, ...], prepare: tuple[Kind, ...]) -> list[Key]:
+    loops = [(*inside, *prepare, *_SEND), (Kind.EXPERTS, Kind.COMBINE)]
     return [Key(kind, i) for loop in loops for i in range(num) for kind in loop]
 
 
-def _read_late(num: int, inside: tuple[Kind, ...]) -> list[Key]:
+def _read_late(num: int, inside: tuple[Kind, ...], prepare: tuple[Kind, ...]) -> list[Key]:
     """Each micro-batch is sent behind the piece issued next.
 
     D of the last one goes in front of C of the first, so that the order of communication is that of `_read_at_once`.
     """
-    piece, rest = (inside, _PREPARE) if Kind.ATTENTION in inside else ((*inside, *_PREPARE), ())
+    piece, rest = (inside, prepare) if Kind.ATTENTION in inside else ((*inside, *prepare), ())
     kinds = [(kind, 0) for kind in (*piece, *rest)]
     for i in range(1, num):
         kinds += [*((kind, i) for kind in piece), *((kind, i - 1) for kind in _SEND), *((kind, i) for kind in rest)]

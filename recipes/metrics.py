@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ep.layer import MoEAux
+from moe_ep.flights import MoEAux
 from moe_ep.load import imbalance, rank_load
 from recipes.files import RunFolderError, replace_text, writing
 from recipes.model import ModelConfig

@@ -22,7 +22,8 @@ from torch.distributed.tensor import DTensor
 from moe_ep.bounds import POSITIVE, Range, check_ranges
 from moe_ep.config import DTYPES, MoEConfig, require
 from moe_ep.domino import DominoLayer, launch
-from moe_ep.layer import MoEAux, MoELayer, moe_layers
+from moe_ep.flights import MoEAux
+from moe_ep.layer import MoELayer, moe_layers
 
 from .attention import Attention, Rotary
 from .data import IGNORE

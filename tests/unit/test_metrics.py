@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from moe_ep.layer import MoEAux
+from moe_ep.flights import MoEAux
 from recipes import plots
 from recipes.files import RunFolderError, replace_text
 from recipes.metrics import (

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from moe_ep.errors import InputError
-from moe_ep.layer import MoEAux
+from moe_ep.flights import MoEAux
 from moe_ep.losses import RouterAux
 from moe_ep.permute import ExpertInput
 from moe_ep.routing import Routing, count_bad_ids

@@ -99,6 +99,26 @@ def test_streams_do_the_same_wherever_the_host_is(num: int, outside: tuple[Kind,
     assert {(s.key, s.waits) for s in late} == {(s.key, s.waits) for s in soon}
 
 
+def test_micro_batches_that_are_placed_together_are_all_routed_first() -> None:
+    soon, late = (text(schedule(2, joint=True, host_ahead=ahead).steps) for ahead in (False, True))
+    assert soon == "x0 A0 R0 x1 A1 R1 c0 p0 r0 D0 c1 p1 r1 D1 E0 C0 E1 C1 S0 S1"
+    assert late == "x0 A0 R0 x1 A1 R1 c0 p0 c1 p1 r0 D0 E0 r1 D1 C0 E1 C1 S0 S1"
+    outside = schedule(2, joint=True, outside=FAR)
+    assert text(outside.steps).startswith("x0 A0 x1 A1 R0 R1 c0 p0") and outside.before == 4
+    assert text(schedule(1, joint=True).steps) == text(schedule(1).steps)
+    assert schedule(2, joint=True, dense=True) == schedule(2, dense=True)
+
+
+@pytest.mark.parametrize("num", [2, 3, 4])
+@pytest.mark.parametrize("outside", [(), FAR])
+@pytest.mark.parametrize("host_ahead", [False, True])
+def test_placed_together_no_schedule_has_a_race(num: int, outside: tuple[Kind, ...], host_ahead: bool) -> None:
+    layers = [schedule(num, dense=d, outside=outside, host_ahead=host_ahead, joint=True) for d in (False, True, False)]
+    steps = [*stack(layers), *transpose(stack(layers))]
+    assert check(steps, steps) == []
+    assert check(on_comm_stream(steps), on_comm_stream(steps)) == []
+
+
 def test_a_dense_layer_runs_each_micro_batch_through_and_outside_steps_come_first() -> None:
     assert text(schedule(2, dense=True).steps) == "x0 A0 S0 x1 A1 S1"
     outside = schedule(2, outside=FAR)

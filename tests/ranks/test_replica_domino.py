@@ -1,0 +1,140 @@
+"""Replicas of micro-batches that interleave: each planned alone, or placed together; and of a second pass."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterator
+from statistics import fmean
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from moe_ep.recompute import recompute_context_fn
+from moe_ep.replica.transport import GroupTransport
+from moe_ep.testing.ranks import RankPool
+from tests.ranks.race_runs import host_ahead
+from tests.ranks.small_runtime import Step, Training, largest_difference, train
+from tests.ranks.small_stack import small_stack
+from tests.ranks.test_domino import compare
+
+ON = dict(replica=dict(slots=2))
+JOINT = dict(replica=dict(slots=2, joint=True))
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(2, timeout_s=120) as ranks:
+        yield ranks
+
+
+def body_equal(group: dist.ProcessGroup, rank: int, num: int) -> None:
+    for ahead in (False, True):
+        with host_ahead(ahead):
+            compare(small_stack(group, ON), rank, num)
+
+
+@pytest.mark.parametrize("num", [2, 3, 4])
+def test_values_do_not_depend_on_m(pool: RankPool, num: int) -> None:
+    """Bit for bit: each micro-batch is planned from its own load, interleaved or not."""
+    pool.run(body_equal, num)
+
+
+def body_joint(group: dist.ProcessGroup, rank: int, num: int, steps: int) -> tuple[list[Step], Counter[str]]:
+    """Training, and how often weights and gradients travel."""
+    calls: Counter[str] = Counter()
+
+    def counting(name: str) -> Any:
+        real = getattr(GroupTransport, name)
+
+        def call(self: GroupTransport, *args: Any) -> Any:
+            calls[name] += 1
+            return real(self, *args)
+
+        return mock.patch.object(GroupTransport, name, call)
+
+    with counting("_push"), counting("_pull"), host_ahead(bool(num % 2)):
+        return train(group, rank, JOINT, steps, num), calls
+
+
+@pytest.mark.parametrize("num", [1, 2, 3, 4])
+def test_one_placement_for_all_micro_batches(pool: RankPool, num: int) -> None:
+    """One copy of the weights forward, one backward and one sum of gradients, for two layers, whatever M is."""
+    steps = 4
+    theirs = pool.run(train, {}, steps, num)
+    results = pool.run(body_joint, num, steps)
+    assert largest_difference([ours for ours, _ in results], theirs) < 1e-5
+    for ours, calls in results:
+        assert calls == {"_push": 2 * 2 * steps, "_pull": 2 * steps}
+        copies = [count for step in ours for count in step.replicas]
+        assert sum(count > 0 for count in copies) >= 0.9 * len(copies)
+        assert all(sum(step.moved) > 0 for step in ours)
+        assert fmean(x for step in ours for x in step.after) < 1.1 < fmean(x for step in ours for x in step.before)
+
+
+def body_recompute(
+    group: dist.ProcessGroup, rank: int, changes: dict[str, Any], num: int, attention: bool, early_stop: bool
+) -> tuple[list[Step], int]:
+    """Training with regions, and how often weights travel in a step."""
+    training = Training(group, changes, num)
+    region = functools.partial(checkpoint, use_reentrant=False, context_fn=recompute_context_fn)
+    for layer in training.stack.layers:
+        layer.recompute_in(region, attention=attention)  # type: ignore[operator]
+    pushes = 0
+    real = GroupTransport._push
+
+    def count(self: GroupTransport, *args: Any) -> Any:
+        nonlocal pushes
+        pushes += 1
+        return real(self, *args)
+
+    with set_checkpoint_early_stop(early_stop), mock.patch.object(GroupTransport, "_push", count):
+        steps = [training.step(number) for number in range(3)]
+    training.runtime.check_returned()
+    return steps, pushes
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("attention", [True, False])
+@pytest.mark.parametrize(("num", "changes"), [(1, ON), (2, ON), (2, JOINT)])
+def test_recompute_takes_over_the_plan_and_copies_weights_once_more(
+    pool: RankPool, num: int, changes: dict[str, Any], attention: bool, early_stop: bool
+) -> None:
+    theirs = pool.run(train, {}, 3, num)
+    results = pool.run(body_recompute, changes, num, attention, early_stop)
+    assert largest_difference([ours for ours, _ in results], theirs) < 1e-5
+    shared = 1 if changes is JOINT else num
+    assert {pushes for _, pushes in results} == {3 * 2 * 2 * shared}, "forward, and the second pass; not a third time"
+    assert all(count > 0 for step in results[0][0] for count in step.replicas)
+
+
+def body_region_without_replay(group: dist.ProcessGroup, rank: int) -> list[Step]:
+    """A checkpoint that replays nothing: routers choose, and the runtime plans, once more."""
+    training = Training(group, ON)
+    region = functools.partial(checkpoint, use_reentrant=False)
+    for layer in training.stack.layers:
+        layer.recompute_in(region)  # type: ignore[operator]
+    return [training.step(number) for number in range(2)]
+
+
+def test_a_second_pass_may_plan_for_itself(pool: RankPool) -> None:
+    assert largest_difference(pool.run(body_region_without_replay), pool.run(train, {}, 2)) < 1e-5
+
+
+def body_far_apart(group: dist.ProcessGroup, rank: int) -> float:
+    """Two forwards, then their backwards, the older one first: as a pipeline does."""
+    results = []
+    for changes in (ON, {}):
+        training = Training(group, changes)
+        losses = [training.stack(training.inputs(number, 0))[0][0].square().mean() for number in (0, 5)]
+        for loss in losses:
+            loss.backward()
+        results.append([p.grad for p in training.stack.parameters()])
+    return max(float((a - b).abs().max() / b.abs().max().clamp_min(1e-6)) for a, b in zip(*results, strict=True))
+
+
+def test_backwards_may_come_in_any_order(pool: RankPool) -> None:
+    assert max(pool.run(body_far_apart)) < 1e-5
