@@ -27,6 +27,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from .calls import Call, CallLog
 from .errors import PeerError, lost_peer
+from .meeting import WAY_OUT, Launches, Meeting, all_equal
 from .peers import is_everywhere, is_lost_peer, mark_everywhere
 from .settlement import Outcome, Party, Settlement, Started, first_error
 
@@ -34,7 +35,7 @@ _SPIN_S, _NAP_S = 0.05, 0.001  # how long a host looks for a GPU without a pause
 _LONGEST_TEXT = 2000  # characters of an error that travel
 PERIOD_S = 0.2  # how often a rank looks whether another has failed
 # starts a call on a group; see `settlement.MakeUp`
-StartCall = Callable[[dist.ProcessGroup, Call | None, torch.device], Started]
+StartCall = Callable[..., Started]  # (group, call or None, device[, what to send])
 
 _alarms: dict[str, Alarm] = {}
 
@@ -49,15 +50,17 @@ class Alarm:
     Attributes:
         told: another rank has failed; this one stops at its next communication.
         given_up: why the group serves no more, None as long as it does.
-        last: the last communication that this rank has waited for, for messages.
+        last, newest: the last communication that this rank has waited for, and has launched, for messages.
         generation: how often a rank has failed and all have stopped; the same on all ranks between two failures.
+        launches: what this rank has sent in this step.
     """
 
     def __init__(self, group: dist.ProcessGroup, start_call: StartCall) -> None:
         self.told = False
         self.given_up: str | None = None
-        self.last = ""
+        self.last = self.newest = ""
         self.generation = 0
+        self.launches = Launches()
         self.party = Party(group.rank(), group.size())
         self._job_ranks = dist.get_process_group_ranks(group)
         self.noted = 0
@@ -69,6 +72,7 @@ class Alarm:
         store = PrefixStore("moe_ep.alarm", _own_connection(group.get_group_store()))
         # the same store may have served an earlier group of the same name
         self._store = PrefixStore(str(store.add(f"joined/{self.party.rank}", 1)), store)
+        self._meeting, self._met_in = Meeting(self._numbered(), self.party.rank, self.party.num_ranks), group.group_name
         self._lock = threading.Lock()
         self._wake, self._settled, self._closed = threading.Event(), threading.Event(), False
         self._outcome = Outcome({}, True)
@@ -86,6 +90,11 @@ class Alarm:
         self.party.logs.append(CallLog())
         _alarms[group.group_name] = self
 
+    def meet_in(self, group: dist.ProcessGroup) -> None:
+        """Meet in this process group, which serves nothing else; as `include`."""
+        self.include(group)
+        self._met_in = group.group_name
+
     def watches(self, group: dist.ProcessGroup) -> bool:
         """Whether this is the alarm of that very group."""
         number = self._numbers.get(group.group_name)
@@ -97,8 +106,9 @@ class Alarm:
         self.noted += 1
         self.party.logs[self._numbers[group.group_name]].add(call)
 
-    def launched(self, *, since: int) -> None:
+    def launched(self, what: str, *, since: int) -> None:
         """A communication was launched: it was noted `since` there were so many, or nobody can make up for it."""
+        self.newest = what
         if self.noted == since:
             self.party.unlogged = True
 
@@ -112,26 +122,58 @@ class Alarm:
             self._raise()
 
     def meet(self) -> None:
-        """Wait for all ranks to come here; one byte from each to all. A host sync on a GPU.
+        """Wait for all ranks to come here, and compare what they have launched. A host sync on a GPU.
 
         Raises:
-            PeerError: as `check`, or a rank was lost.
+            PeerError: as `check`; a rank was lost, waits for what another has not launched, or launched something else.
         """
-        if self.noted == 0:
-            return  # nothing has travelled on any rank
-        group = self._groups[0]()
+        number = self._numbers[self._met_in]
+        if number == 0 and self.noted == 0:
+            return  # nothing has travelled that could be made up for; the group may serve no such call
+        group, device = self._groups[number](), torch.device("cpu") if number else self._device
         assert group is not None, "the process group is gone"
         self.check()
-        call = Call("all_gather", self._device.type, 1, [1], [1])
-        self.note(group, call, self._device)
-        started = self._start_call(group, call, self._device)
+        counts = [log.count for log in self.party.logs]
+        mine = self.launches.digest(device)
+        call = Call("all_gather", device.type, 1, [len(mine)], [len(mine)])
+        meeting = self._meeting
+        meeting.number, meeting.waiting = meeting.number + 1, True
+        self.note(group, call, device)
+        started = self._start_call(group, call, device, mine)
         try:
-            self.watch_for(started.has_ended)
-            started.wait_on_host()
+            self._wait_for_all(meeting.ask(counts, mine, started.has_ended))
+            gathered, _ = started.wait_on_host()
+        except PeerError:
+            raise
         except RuntimeError as err:
             self.explain(err)
-            raise err if isinstance(err, PeerError) else lost_peer("meeting of all ranks", err) from err
+            raise lost_peer("meeting of all ranks", err) from err
+        finally:
+            meeting.waiting = False
         self.check()
+        if not all_equal(gathered):
+            self._differ()
+
+    def _wait_for_all(self, look: Callable[[], str | None]) -> None:
+        said = ""
+
+        def is_over() -> bool:
+            nonlocal said
+            answer = look()
+            said = answer or ""
+            return answer is None or bool(answer)
+
+        self.watch_for(is_over)
+        if said:
+            self._stop(f"the end of a step, behind {self.launches}: {said}. {WAY_OUT}")
+            raise PeerError(self.given_up or self._sentence())
+
+    def _differ(self) -> NoReturn:
+        """All ranks are here; all have to stop, and each says what it has sent."""
+        self._stop(f"the end of a step, behind {self.launches}")
+        first = {text: rank for rank, text in sorted(self._outcome.errors.items(), reverse=True)}
+        each = "; ".join(f"rank {self._job_ranks[rank]} is at {text}" for text, rank in reversed(first.items()))
+        raise PeerError(self.given_up or f"the ranks have not sent the same, or in another order: {each}. {WAY_OUT}")
 
     def watch_for(self, has_ended: Callable[[], bool]) -> None:
         """Wait until a communication has ended, or the group is given up: then it may never end.
@@ -205,11 +247,21 @@ class Alarm:
                 self._wake.clear()
                 if self.party.error is not None or first_error(self._store, self.generation):
                     self._settle(self.generation)
+                else:
+                    self._answer()
         except Exception as err:  # whatever it is, the rank's own thread must not wait for this one
             with self._lock:
                 self._closed, awaited = True, self.told or self.party.stopped
             if awaited:  # else the job is at its end, and the store went first
                 self._end(Outcome(self._outcome.errors, False), f"its end was not seen ({type(err).__name__}: {err})")
+
+    def _answer(self) -> None:
+        counts = [log.count for log in self.party.logs]
+        rank = self._job_ranks[self.party.rank]
+        self._meeting.answer(counts, f"rank {rank} is not there and waits for {self.newest}")
+
+    def _numbered(self) -> PrefixStore:
+        return PrefixStore(f"meeting/{self.generation}", self._store)
 
     def _settle(self, generation: int) -> None:
         settlement = Settlement(self._store, generation, self.party, self._make_up)
@@ -228,6 +280,8 @@ class Alarm:
                 self.given_up = f"{self._sentence()}. The process group serves no more, {why}; start the ranks again"
             self.party.error, self.party.stopped, self.told = None, False, False
             self.generation += 1
+            self.launches.begin()
+            self._meeting = Meeting(self._numbered(), self.party.rank, self.party.num_ranks)
             self._settled.set()
 
     def _make_up(self, log: int, call: Call | None) -> Started:
@@ -302,8 +356,10 @@ def raise_on_all_ranks(group: dist.ProcessGroup | None) -> Iterator[None]:
         group: the expert-parallel group of the model's MoE layers; None: this rank is alone.
 
     Raises:
-        PeerError: another rank failed.
+        PeerError: another rank failed; or the ranks have not sent the same since the beginning, in the same order.
     """
+    if (alarm := find_alarm(group)) is not None:
+        alarm.launches.begin()
     try:
         yield
         if (alarm := find_alarm(group)) is not None:

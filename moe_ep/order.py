@@ -1,7 +1,7 @@
 """MOE_EP_DEBUG: which communication each rank makes, compared before it is made and kept for the day it fails.
 
 Without it the ranks compare, with the counts, which layer and micro-batch they dispatch. Combines and backward passes
-in different orders on different ranks are not seen then: rows end up in the wrong place, or everybody waits. Here
+in different orders on different ranks are seen at the end of a step only (see `meeting`), or not at all. Here
 every rank says before each launch what it is about to do, waits for what the others say, and all raise if one is at
 something else, before anything is sent. The last launches of a rank are printed when it loses another.
 """

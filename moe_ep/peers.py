@@ -23,7 +23,9 @@ _EARLY_STOP = "_StopRecomputationError"  # how torch's activation checkpoint lea
 def is_lost_peer(err: BaseException) -> bool:
     """Whether an exception (or one that it was raised from) says that another rank is gone or does not answer."""
     seen: BaseException | None = err
-    while seen is not None:
+    before = set[int]()
+    while seen is not None and id(seen) not in before:  # somebody may have raised an error from itself
+        before.add(id(seen))
         if isinstance(seen, dist.DistError):
             return True
         if type(seen) is RuntimeError and _LOST.search(str(seen)):

@@ -34,7 +34,7 @@ from .capabilities import Capabilities, check_input, group_serves, too_many_tick
 from .count_checks import check_counts
 from .ticket import Stage, Ticket
 from .transfer import pack, start_call
-from .twin import open_twin
+from .twin import back_ends_of, open_twin
 from .waits import LAUNCH_AFTER_PACK, stage_waits
 
 T = TypeVar("T")
@@ -90,6 +90,8 @@ class Dispatcher(ABC):
             for beside in (self._early_group, self.row_group):
                 if beside is not None:
                     self.alarm.include(beside)
+            if back_ends_of(group) == {"gloo"}:  # it ends the process where calls that do not belong together meet
+                self.alarm.meet_in(open_twin(group, "steps") or group)
         self._order: Order | None = None
         if debug().checks:
             self._order = open_order(group, self.alarm, self._early_group, self.row_group)

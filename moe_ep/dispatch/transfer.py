@@ -103,6 +103,7 @@ class Flight:
         assert all(t.is_contiguous() for t in payload), "a copy made now would be behind the mark"
         mark, self.packed.mark = self.packed.mark, None
         self._forward = self._comm.launch(self._what, lambda: self.transfer.forward(payload), keep=payload, mark=mark)
+        self._tell(self._forward, self._what)
         return self._forward.results
 
     def wait_forward(self) -> None:
@@ -116,6 +117,11 @@ class Flight:
         sent = tuple(g.contiguous() for g in grads)
         what = f"backward of {self._what}"
         self._backward = self._comm.launch(what, lambda: self.transfer.backward(sent), keep=sent)
+        self._tell(self._backward, what)
+
+    def _tell(self, launched: InFlight, what: str) -> None:
+        if launched.alarm is not None:
+            launched.alarm.launches.note(what)
 
     def wait_backward(self) -> Tensors:
         """Gradients of the payload."""
@@ -353,19 +359,27 @@ def _own_error() -> Iterator[None]:
         raise
 
 
-def start_call(group: dist.ProcessGroup, call: Call | None, device: torch.device) -> InFlight:
-    """Start a collective for its own sake, or to be the counterpart of another rank's; what is sent has all bits set.
+def start_call(
+    group: dist.ProcessGroup, call: Call | None, device: torch.device, payload: Tensor | None = None
+) -> InFlight:
+    """Start a collective for its own sake, or to be the counterpart of another rank's.
 
     Args:
         group: of the collective.
         call: None: nothing is started, and only the end of what was is looked for.
         device: of this rank's communication.
+        payload: what is sent, uint8; None: all bits set.
+
+    Returns:
+        what is in flight: what is received, and what is sent.
     """
 
     def start_it() -> tuple[Tensors, list[Any]]:
         if call is None:
             return (), []
-        sent = torch.full((sum(call.send),), 255, dtype=torch.uint8, device=device)
+        sent = payload
+        if sent is None:
+            sent = torch.full((sum(call.send),), 255, dtype=torch.uint8, device=device)
         is_gather = call.kind == "all_gather"
         received = sent.new_empty(sum(call.recv) * (group.size() if is_gather else 1))
         recv, send = list(call.recv), list(call.send)

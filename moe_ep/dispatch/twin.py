@@ -109,6 +109,11 @@ def _like(kind: str, backend: Any, store: Any, group: dist.ProcessGroup, num_sms
     return types.NCCL, made
 
 
+def back_ends_of(group: dist.ProcessGroup) -> set[str]:
+    """Names of a group's back ends, such as {"gloo"}."""
+    return {group._get_backend(device).name() for device in group._device_types}
+
+
 def collective_sms_reasons(num_sms: int | None, group: dist.ProcessGroup | None) -> list[str]:
     """Why the SMs of a group's collectives cannot be limited to a number; empty: they can, or nobody asks for it."""
     if num_sms is None:
@@ -116,7 +121,7 @@ def collective_sms_reasons(num_sms: int | None, group: dist.ProcessGroup | None)
     idle = f"so num_sms = {num_sms} would have no effect; leave it unset"
     if group is None or group.size() == 1:
         return [f"nothing travels on one rank, {idle}"]
-    kinds = {group._get_backend(device).name() for device in group._device_types}
+    kinds = back_ends_of(group)
     if "nccl" not in kinds:
         return [f"its rows travel by {', '.join(sorted(kinds))}, which uses no SMs, {idle}"]
     if num_sms > MAX_CTAS:
