@@ -170,9 +170,9 @@ def make_way(trainer: Trainer) -> str | None:
             return None if aside is None else f"the run of this name before is now {aside}"
         with writing(folder):
             left = checkpoint.put_aside(folder / "checkpoints", path, step)
-            rows = folder / "metrics.jsonl"  # loses its later rows when training goes on
-            if left and rows.exists():
-                left.append(Path(shutil.copy2(rows, checkpoint.aside_name(rows))))
+            for rows in (folder / "metrics.jsonl", folder / "load.jsonl"):  # they lose their later rows
+                if left and rows.exists():
+                    left.append(Path(shutil.copy2(rows, checkpoint.aside_name(rows))))
         names = ", ".join(old.name for old in left)
         return f"put aside, as this run goes on from step {step} without them: {names}" if left else None
 

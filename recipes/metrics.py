@@ -36,6 +36,8 @@ class StepSums:
         loss: mean cross-entropy, nats per token, balancing losses excluded.
         aux_loss, z_loss: unscaled, token-weighted means over pieces, averaged over the MoE layers; None without any.
         load: int64 [layers, E], routes of each MoE layer to each expert.
+        rank_rows: int64 [layers, R], routes that each rank of an expert-parallel group computed, replicas included.
+        replicas: float64 [layers], copies in use, the mean over micro-batches (and expert-parallel groups).
         cross_rank_routes: routes that left their rank, all layers.
         stop: some rank was told to stop.
     """
@@ -45,6 +47,8 @@ class StepSums:
     aux_loss: float | None
     z_loss: float | None
     load: Tensor
+    rank_rows: Tensor
+    replicas: Tensor
     cross_rank_routes: int
     stop: bool
 
@@ -56,41 +60,51 @@ class Tally:
         num_layers: MoE layers, in the model's order.
         num_experts: E.
         device: of the losses.
+        num_ranks: R.
     """
 
-    def __init__(self, num_layers: int, num_experts: int, device: torch.device) -> None:
+    def __init__(self, num_layers: int, num_experts: int, device: torch.device, num_ranks: int = 1) -> None:
         self.head = torch.zeros(3, dtype=torch.float64, device=device)  # tokens, loss, crossing routes
         self.losses = torch.zeros(2, num_layers, dtype=torch.float64, device=device)
         self.load = torch.zeros(num_layers, num_experts, dtype=torch.float64, device=device)
+        self.rank_rows = torch.zeros(num_layers, num_ranks, dtype=torch.float64, device=device)
+        self.replicas = torch.zeros(num_layers + 1, dtype=torch.float64, device=device)  # the pieces last
 
     @torch.no_grad()
     def add(self, tokens: int, loss_sum: Tensor, auxes: Sequence[MoEAux]) -> None:
         """One micro-batch: its tokens, the sum of their losses, and what its layers say."""
         self.head[0] += tokens
         self.head[1] += loss_sum.detach()
+        self.replicas[-1] += 1
         for layer, aux in enumerate(auxes):
             self.losses[0, layer] += aux.aux_loss * aux.num_tokens
             self.losses[1, layer] += aux.z_loss * aux.num_tokens
             self.load[layer] += aux.load
+            self.rank_rows[layer] += aux.rank_load
+            self.replicas[layer] += aux.replicas
             self.head[2] += aux.cross_rank_routes
 
     def pack(self, stop: bool) -> Tensor:
         """Everything as one float64 vector, ready to be summed over ranks."""
         flag = self.head.new_tensor([float(stop)])
-        return torch.cat([self.head, flag, self.losses.flatten(), self.load.flatten()])
+        loads = self.load.flatten(), self.rank_rows.flatten(), self.replicas
+        return torch.cat([self.head, flag, self.losses.flatten(), *loads])
 
     def unpack(self, packed: Tensor) -> StepSums:
         """The means and counts in a summed vector; the one host read of a step."""
-        values = packed.cpu()
-        tokens, loss, crossing, stop = values[:4].tolist()
         layers = self.load.shape[0]
-        aux = values[4 : 4 + 2 * layers].view(2, layers).sum(1) / (max(tokens, 1) * max(layers, 1))
+        sizes = [4, 2 * layers, self.load.numel(), self.rank_rows.numel(), layers, 1]
+        head, losses, load, rank_rows, replicas, pieces = packed.cpu().split(sizes)
+        tokens, loss, crossing, stop = head.tolist()
+        aux = losses.view(2, layers).sum(1) / (max(tokens, 1) * max(layers, 1))
         return StepSums(
             tokens=int(tokens),
             loss=loss / max(tokens, 1),
             aux_loss=aux[0].item() if layers else None,
             z_loss=aux[1].item() if layers else None,
-            load=values[4 + 2 * layers :].view(self.load.shape).to(torch.int64),
+            load=load.view(self.load.shape).to(torch.int64),
+            rank_rows=rank_rows.view(self.rank_rows.shape).to(torch.int64),
+            replicas=replicas * self.rank_rows.shape[1] / pieces.clamp_min(1),  # each rank counts its own
             cross_rank_routes=int(crossing),
             stop=stop > 0,
         )
@@ -105,7 +119,7 @@ class Row:
         step_s, data_s: the whole step, and the part of it spent on making batches.
         peak_mib: most memory of rank 0's process (CPU) or device.
         expert_imbalance, rank_imbalance_before, _after: per MoE layer; before and after replicas.
-        replicas: copies of experts in use, per MoE layer. This version makes none, so nothing changes "after" them.
+        replicas: copies of experts in use, per MoE layer, the mean over micro-batches.
         host_syncs: that the dispatchers declare for this step; null on the CPU, which has none.
         valid_loss, valid_unigram_entropy: nats/byte of the held-out text, on steps that validate.
     """
@@ -125,7 +139,7 @@ class Row:
     expert_imbalance: list[float]
     rank_imbalance_before: list[float]
     rank_imbalance_after: list[float]
-    replicas: list[int]
+    replicas: list[float]
     cross_rank_routes: int
     host_syncs: int | None
     eta_s: float
@@ -135,12 +149,11 @@ class Row:
 
 def load_fields(sums: StepSums, ep_size: int) -> dict[str, Any]:
     """The fields of a row that come from the loads."""
-    ranks = imbalance(rank_load(sums.load, ep_size)).tolist()
     return {
         "expert_imbalance": imbalance(sums.load).tolist(),
-        "rank_imbalance_before": ranks,
-        "rank_imbalance_after": list(ranks),
-        "replicas": [0] * len(ranks),
+        "rank_imbalance_before": imbalance(rank_load(sums.load, ep_size)).tolist(),
+        "rank_imbalance_after": imbalance(sums.rank_rows).tolist(),
+        "replicas": sums.replicas.tolist(),
         "cross_rank_routes": sums.cross_rank_routes,
     }
 
@@ -180,19 +193,32 @@ def peak_mib(device: torch.device) -> float:
 class MetricsFile:
     """metrics.jsonl of a run; rows after `step` are dropped, so that a resumed run has each step once.
 
+    Beside it load.jsonl has the loads of the same steps: `step`, `experts` [layers][E], `ranks_before` and
+    `ranks_after` [layers][R], routes over all ranks and micro-batches.
+
     Raises:
         RunFolderError: here and in `add`; it cannot be read or written.
     """
 
     def __init__(self, path: Path, step: int) -> None:
-        self.path = path
-        kept = [row for row in read_rows(path) if row["step"] <= step]
-        replace_text(path, "".join(json.dumps(row) + "\n" for row in kept))
+        self.path, self.loads = path, path.with_name("load.jsonl")
+        for file in (self.path, self.loads):
+            if file.exists() or file == path:
+                kept = [row for row in read_rows(file) if row["step"] <= step]
+                replace_text(file, "".join(json.dumps(row) + "\n" for row in kept))
 
-    def add(self, row: Row) -> None:
-        """Append one row."""
-        with writing(self.path), self.path.open("a") as out:
-            out.write(json.dumps(asdict(row), allow_nan=False) + "\n")
+    def add(self, row: Row, sums: StepSums | None = None) -> None:
+        """Append one row, and the loads of a model with experts."""
+        self._append(self.path, asdict(row))
+        if sums is not None and len(sums.load):
+            home = rank_load(sums.load, sums.rank_rows.shape[1]).tolist()
+            after, experts = sums.rank_rows.tolist(), sums.load.tolist()
+            loads = {"step": row.step, "experts": experts, "ranks_before": home, "ranks_after": after}
+            self._append(self.loads, loads)
+
+    def _append(self, path: Path, row: dict[str, Any]) -> None:
+        with writing(path), path.open("a") as out:
+            out.write(json.dumps(row, allow_nan=False) + "\n")
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -224,9 +250,12 @@ def console_line(row: Row, steps: int) -> str:
 def closing_line(rows: list[dict[str, Any]]) -> str:
     """Balance of the last logged step and speed of the run (median over logged steps), for the program's last words."""
     last, rate = rows[-1], median(row["tokens_per_s"] for row in rows)
+    ranks = _spread(last["rank_imbalance_before"])
+    if any(last["replicas"]):
+        ranks += f", with replicas {_spread(last['rank_imbalance_after'])}"
     return (
-        f"imbalance (max/mean, averaged over layers): experts {_spread(last['expert_imbalance'])}, "
-        f"ranks {_spread(last['rank_imbalance_before'])}; {_thousands(rate)} tokens/s over all ranks (median)"
+        f"imbalance (max/mean, averaged over layers): experts {_spread(last['expert_imbalance'])}, ranks {ranks}; "
+        f"{_thousands(rate)} tokens/s over all ranks (median)"
     )
 
 

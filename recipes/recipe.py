@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moe_ep.config import MoEConfig, from_mapping, nearest, require
+from moe_ep.config import MoEConfig, ReplicaConfig, from_mapping, nearest, require
 from moe_ep.dispatch import known_dispatchers
 from moe_ep.errors import RecipeError
 from moe_ep.experts import known_experts
@@ -26,7 +26,6 @@ from recipes.sections import (
     MetricsSection,
     MoESection,
     ParallelSection,
-    ReplicaSection,
     RunSection,
     TrainSection,
 )
@@ -43,7 +42,7 @@ class Recipe:
     model: ModelConfig
     train: TrainSection
     moe: MoESection = field(default_factory=MoESection)
-    replica: ReplicaSection = field(default_factory=ReplicaSection)
+    replica: ReplicaConfig = field(default_factory=ReplicaConfig)
     parallel: ParallelSection = field(default_factory=ParallelSection)
     data: DataSection = field(default_factory=DataSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
@@ -81,6 +80,7 @@ class Recipe:
                 max_tokens=tokens,
                 num_micro_batches=self.train.intra_layer_micro_batch,
                 options=options,
+                replica=self.replica,
             )
         except RecipeError as err:
             raise RecipeError(f"{self.source} [moe]: {err}") from err
@@ -90,7 +90,7 @@ SECTIONS: dict[str, type] = {
     "run": RunSection,
     "model": ModelConfig,
     "moe": MoESection,
-    "replica": ReplicaSection,
+    "replica": ReplicaConfig,
     "parallel": ParallelSection,
     "train": TrainSection,
     "data": DataSection,
@@ -140,6 +140,13 @@ def _check_sections(recipe: Recipe) -> None:
     )
     recipe.moe_config()
     _check_names(recipe)
+    slots, ranks = recipe.replica.slots, recipe.parallel.ep_size
+    require(
+        slots == 0 or (ranks > 1 and recipe.has_moe),
+        f"{recipe.source} [replica]: slots = {slots} would have no effect with parallel.ep_size = {ranks} and "
+        f"{recipe.model.num_layers - recipe.model.first_dense_layers} layers with experts: copies go to other ranks of "
+        "an expert-parallel group; set slots = 0, or ep_size = 2 or more",
+    )
     trace = recipe.metrics.trace_steps
     require(
         trace is None or trace[1] <= recipe.train.steps,

@@ -50,16 +50,6 @@ class MoESection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaSection:
-    """Copies of hot experts: not part of this version, so only 0 slots are accepted."""
-
-    slots: int = 0
-
-    def __post_init__(self) -> None:
-        require(self.slots == 0, f"slots = {self.slots} is not available: this version has no expert replicas; use 0")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelSection:
     """`ep_size` ranks share a set of experts. backend: "gloo" is the CPU, "nccl" CUDA, "auto" CUDA where it is."""
 

@@ -101,7 +101,9 @@ class Session:
             row = with_validation(trainer, row)
         if number == 1 or _due(number, recipe.metrics.every) or due or sums.stop:
             self.say(console_line(row, recipe.train.steps))
-            self.ranks.together(lambda: None if metrics is None else metrics.add(row))  # a full disk ends all alike
+            self.ranks.together(
+                lambda: None if metrics is None else metrics.add(row, sums)
+            )  # a full disk ends all alike
         self.last_row = row
         if _due(number, recipe.checkpoint.every):
             save(trainer)
@@ -125,6 +127,8 @@ class Session:
                 f"dispatcher {layer.dispatcher.describe()}; experts {moe.experts}; router {moe.router}; coefficients: "
                 f"{moe.aux_loss} balancing loss {moe.aux_loss_coef:g}, z-loss {moe.z_loss_coef:g}"
             )
+            if layer.replicas is not None:
+                self.say(layer.replicas.describe())
         self.say(
             f"{ranks.world_size} rank(s) on {ranks.device.type}: {ranks.dp_size} data parallel x {ranks.ep_size} "
             f"expert parallel, {experts} experts a rank; {total / 1e6:.2f} M parameters, {active / 1e6:.2f} M of them "

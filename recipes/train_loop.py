@@ -110,7 +110,7 @@ def forward_backward(trainer: Trainer, batches: list[Batch], stop: bool = False)
     """
     model, ranks = trainer.model, trainer.ranks
     model.train()
-    tally = Tally(len(trainer.moe), trainer.recipe.model.num_experts, ranks.device)
+    tally = Tally(len(trainer.moe), trainer.recipe.model.num_experts, ranks.device, ranks.ep_size)
     counts = torch.tensor(sum(batch.num_tokens for batch in batches), dtype=torch.float64, device=ranks.device)
     global_tokens = ranks.all_sum(counts).float()
     size = trainer.recipe.train.intra_layer_micro_batch
@@ -140,6 +140,8 @@ def update(trainer: Trainer, sums: StepSums, lr: float) -> float:
     optimizer, ranks, clip = trainer.optimizer, trainer.ranks, trainer.recipe.train.clip_norm
     for dispatcher in {layer.dispatcher for layer in trainer.moe}:
         dispatcher.raise_if_faulted()
+    for replicas in {layer.replicas for layer in trainer.moe if layer.replicas is not None}:
+        replicas.check_returned()
     gradients = optimizer.gradients()
     norm = global_norm(optimizer.counted(gradients), 2.0, ranks.group, ranks.device)
     _check_finite(trainer.step + 1, sums.loss, norm.item())
@@ -185,8 +187,10 @@ def _row(trainer: Trainer, sums: StepSums, norm: float, lr: float, data_s: float
 
 
 def declared_host_syncs(trainer: Trainer) -> int:
-    """How often a step's dispatchers wait for the device, as the ones that were built say."""
-    return sum(layer.dispatcher.host_syncs for layer in trainer.moe) * trainer.recipe.train.gradient_accumulation
+    """How often a step's dispatchers and replicas wait for the device, as the ones that were built say."""
+    each = [(layer.dispatcher, layer.replicas) for layer in trainer.moe]
+    syncs = sum(one.host_syncs + (0 if copies is None else copies.host_syncs) for one, copies in each)
+    return syncs * trainer.recipe.train.gradient_accumulation
 
 
 @torch.no_grad()

@@ -299,7 +299,7 @@ def check_replicas(config: MoEConfig, group: dist.ProcessGroup | None) -> None:
     """Refuse replicas that no group of that size can have.
 
     Raises:
-        RecipeError, PlanError: value, limit and way out.
+        RecipeError: value, limit and way out.
     """
     replica = config.replica
     if replica.slots == 0:
@@ -309,7 +309,11 @@ def check_replicas(config: MoEConfig, group: dist.ProcessGroup | None) -> None:
             f"replica.slots = {replica.slots} would have no effect on one rank, which computes everything itself; set "
             "it to 0, or give the layer a group of two ranks or more"
         )
-    check_slots(replica.planner, replica.slots, replica.min_quota, config.num_experts // group.size(), _bytes(config))
+    try:
+        num_local = config.num_experts // group.size()
+        check_slots(replica.planner, replica.slots, replica.min_quota, num_local, _bytes(config))
+    except PlanError as err:
+        raise RecipeError(str(err)) from err
 
 
 def _bytes(config: MoEConfig) -> int:

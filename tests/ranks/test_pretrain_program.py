@@ -57,7 +57,8 @@ def test_the_run_folder_holds_what_a_run_leaves(unbroken):
     folder, _ = unbroken
     left = folder / "runs" / "small"
     names = {p.name for p in left.iterdir()}
-    assert names == {"recipe.toml", "env.json", "metrics.jsonl", "loss.png", "load.png", "trace", "checkpoints", "lock"}
+    tables = {"recipe.toml", "env.json", "metrics.jsonl", "load.jsonl"}
+    assert names == {*tables, "loss.png", "load.png", "trace", "checkpoints", "lock"}
     assert {p.name for p in (left / "checkpoints").iterdir()} == {"step-00000004", "step-00000006", "step-00000008"}
     assert {p.name for p in (left / "trace").iterdir()} == {f"rank{rank}.json" for rank in range(WORLD)}
     assert json.loads((left / "trace" / "rank2.json").read_text())["traceEvents"]

@@ -48,7 +48,7 @@ def aux(load: list[int], tokens: int, loss: float) -> MoEAux:
 
 def test_sums_are_means_over_tokens_and_layers_and_counts_per_layer():
     """Two pieces of 1 and 3 tokens, two layers: a piece counts by its tokens, layers are averaged."""
-    tally = Tally(2, 4, CPU)
+    tally = Tally(2, 4, CPU, num_ranks=2)
     tally.add(1, torch.tensor(2.0), [aux([1, 1, 0, 0], 1, 4.0), aux([0, 0, 2, 0], 1, 8.0)])
     tally.add(3, torch.tensor(10.0), [aux([3, 3, 0, 0], 3, 0.0), aux([0, 0, 0, 6], 3, 0.0)])
     sums = tally.unpack(tally.pack(stop=False))
@@ -58,7 +58,23 @@ def test_sums_are_means_over_tokens_and_layers_and_counts_per_layer():
     fields = load_fields(sums, ep_size=2)
     assert fields["expert_imbalance"] == [2.0, 3.0]
     assert fields["rank_imbalance_before"] == fields["rank_imbalance_after"] == [2.0, 2.0]
-    assert fields["replicas"] == [0, 0]
+    assert fields["replicas"] == [2, 2], "one on each of two ranks, in each of two pieces"
+
+
+def test_rank_loads_after_replicas_are_those_that_were_computed(tmp_path):
+    tally = Tally(1, 4, CPU, num_ranks=2)
+    tally.add(2, torch.tensor(1.0), [dataclasses.replace(aux([5, 1, 1, 1], 2, 0.0), rank_load=torch.tensor([4, 4]))])
+    sums = tally.unpack(tally.pack(stop=False))
+    fields = load_fields(sums, ep_size=2)
+    assert (fields["rank_imbalance_before"], fields["rank_imbalance_after"]) == ([1.5], [1.0])
+    file = MetricsFile(tmp_path / "metrics.jsonl", 0)
+    for step in (1, 2, 3):
+        file.add(dataclasses.replace(ROW, step=step), sums)
+    MetricsFile(tmp_path / "metrics.jsonl", 2)
+    loads = read_rows(tmp_path / "load.jsonl")
+    assert [row["step"] for row in loads] == [1, 2]
+    assert loads[0] == {"step": 1, "experts": [[5, 1, 1, 1]], "ranks_before": [[6, 2]], "ranks_after": [[4, 4]]}
+    assert [p.name for p in plots.draw(tmp_path)] == ["loss.png", "load.png"]
 
 
 def test_a_stop_of_any_rank_survives_the_sum():
