@@ -3,7 +3,7 @@
 M = 2, a layer with experts; x resolve, A attention, R route, p pack, E experts, S shared, c counts, D dispatch,
 C combine, and the micro-batch behind each; C' belongs to the layer before. What runs, and when:
 
-    compute   x0 A0 R0 p0   x1 A1 R1 p1   E0      E1      S0 S1      x0 of the next layer waits for C0, ...
+    compute   x0 A0 R0 p0   x1 A1 R1 p1   E0      E1      S0 S1      (the next x0 waits for C0, ...)
     comm      C1'        D0            D1      C0      C1
     side              c0            c1
 

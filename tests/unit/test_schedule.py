@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -86,6 +89,27 @@ def test_the_order_where_the_host_runs_ahead() -> None:
     assert far == "x0 A0 x1 A1 R0 c0 p0 R1 c1 p1 r0 D0 E0 r1 D1 C0 E1 C1 S0 S1"
     near = text(schedule(2, outside=FAR[:1], host_ahead=True).steps)
     assert near == "x0 x1 A0 R0 c0 p0 A1 r0 D0 R1 c1 p1 E0 r1 D1 C0 E1 C1 S0 S1"
+
+
+def drawn(page: str) -> dict[str, str]:
+    """Steps of the first lines that begin with the name of a stream or of a device, whose host issues them."""
+    lines = (line.split() for line in page.splitlines())
+    found: dict[str, str] = {}
+    for name, *words in filter(None, lines):
+        if name in ("compute", "comm", "side", "GPU", "CPU"):
+            steps = itertools.takewhile(re.compile(r"[xARprDECSc]\d'?").fullmatch, words)
+            found.setdefault(name, " ".join(step for step in steps if not step.endswith("'")))
+    return found
+
+
+@pytest.mark.parametrize("page", ["moe_ep/schedule.py", "docs/architecture.md"])
+def test_the_pictures_of_two_micro_batches_are_the_schedule(page: str) -> None:
+    """Counts are part of R and p for the host."""
+    late, soon = schedule(2, host_ahead=True).steps, schedule(2).steps
+    hosts = {name: [s for s in steps if s.stream is not Stream.SIDE] for name, steps in (("GPU", late), ("CPU", soon))}
+    streams = {stream: text(late, stream) for stream in (Stream.COMPUTE, Stream.COMM, Stream.SIDE)}
+    written = (Path(__file__).resolve().parents[2] / page).read_text()
+    assert drawn(written) == {name: text(steps) for name, steps in hosts.items()} | streams
 
 
 @pytest.mark.parametrize("num", [1, 2, 3, 4])
