@@ -26,6 +26,7 @@ struct PeerLayout {
     int64_t back_weights;  // float [R, max_tokens, K]
     int64_t push_rows;   // [R, max_tokens, row_bytes]
     int64_t back_rows;   // [R, max_tokens, row_bytes]
+    int64_t stop;        // uint32: not 0 once a rank has given up, which the hosts write; whoever waits leaves
 };
 
 struct Route {
@@ -130,12 +131,19 @@ __device__ __forceinline__ void note_fault(const Domain& d, int code, uint32_t v
     atomicMax(d.fault, static_cast<unsigned long long>(code) << 56 | static_cast<unsigned long long>(d.where) | value);
 }
 
-__device__ __forceinline__ bool is_lost(const Domain& d) {
-    return *reinterpret_cast<volatile unsigned long long*>(d.fault) >> 56 == static_cast<unsigned>(d.code_lost);
+template <typename T>
+__device__ __forceinline__ T* peer_at(const Domain& d, int rank, int64_t offset) {
+    return reinterpret_cast<T*>(d.memory[rank] + offset);
 }
 
-// Waits until the flag of `peer` carries the epoch, and returns it. A rank that does not come in time is a fault, and
-// from then on nobody waits: results are defined by nothing but their shape, and the host raises.
+// Whether a rank did not come in time, or was told to stop: nobody waits any more.
+__device__ __forceinline__ bool is_lost(const Domain& d) {
+    return *reinterpret_cast<volatile unsigned long long*>(d.fault) >> 56 == static_cast<unsigned>(d.code_lost) ||
+           load_acquire(peer_at<uint32_t>(d, d.rank, d.at.stop)) != 0;
+}
+
+// Waits until the flag of `peer` carries the epoch, and returns it. A rank that does not come in time, or was told to
+// stop, is a fault, and from then on nobody waits: results are defined by nothing but their shape, and the host raises.
 __device__ inline uint64_t wait_chunk(const Domain& d, const uint64_t* flag, uint32_t epoch, int peer) {
     uint64_t value = load_acquire(flag);
     if (static_cast<uint32_t>(value >> 32) == epoch) return value;
@@ -162,11 +170,6 @@ __device__ inline bool wait_epoch(const Domain& d, const uint32_t* flag, uint32_
         }
     }
     return true;
-}
-
-template <typename T>
-__device__ __forceinline__ T* peer_at(const Domain& d, int rank, int64_t offset) {
-    return reinterpret_cast<T*>(d.memory[rank] + offset);
 }
 
 __device__ __forceinline__ uint32_t current_epoch(const Domain& d) {

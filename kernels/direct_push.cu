@@ -165,6 +165,27 @@ __device__ void clear_tail(const Domain& d, const Push& p, const Plan& plan, int
     for (int64_t i = unique * d.top_k + thread; i < p.unique_capacity * d.top_k; i += threads) p.positions[i] = -1;
 }
 
+// What was not sent has left no index: as if nothing had come, so that whoever runs on reads nothing.
+__device__ void forget_rows(const Domain& d, const Push& p, const Plan& plan) {
+    for (int64_t n = threadIdx.x; n < p.row_capacity; n += kThreads) p.row_index[n] = -1;
+    for (int64_t i = threadIdx.x; i < p.unique_capacity * d.top_k; i += kThreads) p.positions[i] = -1;
+    for (int l = threadIdx.x; l < d.num_local; l += kThreads) plan.offsets[l] = plan.tokens[l] = 0;
+    if (threadIdx.x == 0) plan.offsets[d.num_local] = plan.totals[0] = plan.totals[1] = 0;
+}
+
+// As end_operation; behind a lost rank the last block forgets what the others noted.
+__device__ void end_first(const Domain& d, const Push& p, const Plan& plan, uint32_t epoch) {
+    __threadfence();
+    __syncthreads();
+    const int last = threadIdx.x == 0 && atomicAdd(d.epoch + 1, 1u) == gridDim.x - 1;
+    if (!__syncthreads_or(last)) return;
+    if (__syncthreads_or(threadIdx.x == 0 && is_lost(d))) forget_rows(d, p, plan);
+    if (threadIdx.x != 0) return;
+    d.epoch[1] = d.epoch[2] = 0;
+    __threadfence();
+    *reinterpret_cast<volatile uint32_t*>(d.epoch) = epoch;
+}
+
 __global__ void __launch_bounds__(kThreads, 2) push_rows(Domain d, Push p) {
     const uint32_t epoch = current_epoch(d);
     const Plan plan(p.plan, d.num_experts, d.num_ranks, d.num_local);
@@ -186,10 +207,10 @@ __global__ void __launch_bounds__(kThreads, 2) push_rows(Domain d, Push p) {
         if (source == d.rank) keep_chunk(d, p, plan, chunk);
         else receive_chunk(d, p, plan, chunk, source, epoch);
     }
-    if (p.first)
-        clear_tail(d, p, plan, static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x,
-                   static_cast<int64_t>(gridDim.x) * kThreads);
-    end_operation(d, epoch);
+    if (!p.first) return end_operation(d, epoch);
+    clear_tail(d, p, plan, static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x,
+               static_cast<int64_t>(gridDim.x) * kThreads);
+    end_first(d, p, plan, epoch);
 }
 
 }  // namespace

@@ -25,7 +25,7 @@ class PeerLayout(ctypes.Structure):
         (name, _L)
         for name in (
             *("ready", "arrived", "counts", "push_flags", "back_flags"),
-            *("push_routes", "back_weights", "push_rows", "back_rows"),
+            *("push_routes", "back_weights", "push_rows", "back_rows", "stop"),
         )
     ]
 
@@ -127,6 +127,7 @@ class Shape:
             "back_weights": 4 * tokens * self.top_k,
             "push_rows": tokens * self.row_bytes,
             "back_rows": tokens * self.row_bytes,
+            "stop": 4,
         }
         at, offsets = 0, {}
         for name, size in sizes.items():

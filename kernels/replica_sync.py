@@ -81,15 +81,16 @@ class SlotShape:
     def layout(self) -> tuple[PeerLayout, int, list[int], list[int], int]:
         """Byte offsets in peer memory: flags of fences, of pieces, each part's slots, their gradients; and its size."""
         pieces = sum(-(-n * 4 // (UNIT * PIECE_UNITS)) for n, _ in self.parts)
-        sizes = [4 * self.num_ranks] * 2 + [4 * self.slots * pieces]
+        sizes = [4 * self.num_ranks] * 2 + [4, 4 * self.slots * pieces]
         sizes += [self.slots * n * b for n, b in self.parts]
         sizes += [self.slots * n * 4 for n, _ in self.parts]
         starts, at = [], 0
         for size in sizes:
             starts.append(at)
             at += -(-size // 256) * 256  # parts that different ranks write share no line
-        middle = 3 + len(self.parts)
-        return PeerLayout(ready=starts[0], arrived=starts[1]), starts[2], starts[3:middle], starts[middle:], at
+        middle = 4 + len(self.parts)
+        flags = PeerLayout(ready=starts[0], arrived=starts[1], stop=starts[2])
+        return flags, starts[3], starts[4:middle], starts[middle:], at
 
 
 class SlotPeers:

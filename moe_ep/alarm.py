@@ -29,7 +29,7 @@ from .calls import Call, CallLog
 from .errors import PeerError, lost_peer
 from .meeting import WAY_OUT, Launches, Meeting, all_equal
 from .peers import is_everywhere, is_lost_peer, mark_everywhere
-from .settlement import Outcome, Party, Settlement, Started, first_error
+from .settlement import PATIENCE_S, Outcome, Party, Settlement, Started, first_error
 
 _SPIN_S, _NAP_S = 0.05, 0.001  # how long a host looks for a GPU without a pause, as CUDA's own waits do; how often else
 _LONGEST_TEXT = 2000  # characters of an error that travel
@@ -65,6 +65,7 @@ class Alarm:
         self._job_ranks = dist.get_process_group_ranks(group)
         self.noted = 0
         self._groups, self._numbers = [weakref.ref(group)], {group.group_name: 0}
+        self._waiters: list[weakref.WeakMethod[Callable[[int], None]]] = []
         self._device = torch.device("cpu")
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             self._device = torch.device("cuda", torch.cuda.current_device())
@@ -100,6 +101,13 @@ class Alarm:
         number = self._numbers.get(group.group_name)
         return number is not None and self._groups[number]() is group
 
+    def end_waits_with(self, stop: Callable[[int], None]) -> None:
+        """Call this method (kept weakly) once the group is to be given up: it ends waits of all ranks on their GPUs.
+
+        It is called on a thread of its own, by every rank that can, with a number above 0 that names the rank.
+        """
+        self._waiters.append(weakref.WeakMethod(stop))
+
     def note(self, group: dist.ProcessGroup, call: Call, device: torch.device) -> None:
         """A collective is about to start."""
         self._device = device
@@ -121,6 +129,17 @@ class Alarm:
         if self.told or self.given_up is not None:
             self._raise()
 
+    def hear(self, patience_s: float = PATIENCE_S) -> None:
+        """A wait on the device has ended without its peer: raise what another rank has to say, if it says so soon.
+
+        Raises:
+            PeerError: as `check`.
+        """
+        deadline = time.monotonic() + patience_s
+        while not self.told and self.given_up is None and time.monotonic() < deadline:
+            time.sleep(_NAP_S)
+        self.check()
+
     def meet(self) -> None:
         """Wait for all ranks to come here, and compare what they have launched. A host sync on a GPU.
 
@@ -128,8 +147,8 @@ class Alarm:
             PeerError: as `check`; a rank was lost, waits for what another has not launched, or launched something else.
         """
         number = self._numbers[self._met_in]
-        if number == 0 and self.noted == 0:
-            return  # nothing has travelled that could be made up for; the group may serve no such call
+        if number == 0 and self.noted == 0 and not self.party.unlogged:
+            return  # nothing has travelled on any rank
         group, device = self._groups[number](), torch.device("cpu") if number else self._device
         assert group is not None, "the process group is gone"
         self.check()
@@ -264,14 +283,14 @@ class Alarm:
         return PrefixStore(f"meeting/{self.generation}", self._store)
 
     def _settle(self, generation: int) -> None:
-        settlement = Settlement(self._store, generation, self.party, self._make_up)
+        settlement = Settlement(self._store, generation, self.party, self._make_up, self._end_waits)
         self._outcome = Outcome(first_error(self._store, generation), False)
         self.told = True
         outcome = settlement.run()
         if outcome.met:
             for log, place in zip(self.party.logs, settlement.positions(), strict=True):
                 log.skip_to(place)
-        self._end(outcome, "not all ranks came to a stop")
+        self._end(outcome, "not all ranks came to a stop, or nobody can make up for what they had started")
 
     def _end(self, outcome: Outcome, why: str) -> None:
         with self._lock:
@@ -283,6 +302,12 @@ class Alarm:
             self.launches.begin()
             self._meeting = Meeting(self._numbered(), self.party.rank, self.party.num_ranks)
             self._settled.set()
+
+    def _end_waits(self) -> None:
+        for waiter in self._waiters:
+            if (stop := waiter()) is not None:
+                with contextlib.suppress(RuntimeError):  # this rank's GPU may be what failed; every rank tries
+                    stop(self.party.rank + 1)
 
     def _make_up(self, log: int, call: Call | None) -> Started:
         group = self._groups[log]()

@@ -5,7 +5,8 @@ for has completed; so every rank tells the others what it has started, and whoev
 not started itself, with rows of all bits set (NaN; nobody looks at them). When all have stopped at the same number of
 collectives and these have ended, all are where a new step can begin. A rank that does not stop, because it waits for
 the failing one in a collective that is not ours, ends the attempt after `PATIENCE_S`: then every rank raises all the
-same, and the group is given up.
+same, and the group is given up. It is given up, too, once a rank has started what nobody can make up for; then what
+waits on the ranks' GPUs is told to stop (`end_waits`).
 
 Runs on a thread of its own (`moe_ep.alarm`), knows nothing of dispatchers, and works with any c10d store.
 """
@@ -70,12 +71,16 @@ class Outcome(NamedTuple):
 
 
 class _State(NamedTuple):
-    """What a rank says of itself: whether it has stopped, is done, how many collectives it has started, its error."""
+    """What a rank says of itself: whether it has stopped, is done, how many collectives it has started, its error.
+
+    `unlogged`: as in `Party`.
+    """
 
     stopped: bool
     done: bool
     counts: list[int]
     error: str | None
+    unlogged: bool
 
 
 def first_error(store: Store, generation: int) -> dict[int, str]:
@@ -92,14 +97,30 @@ def _numbered(store: Store, generation: int) -> Store:
 
 
 class Settlement:
-    """One attempt to end together, the `generation`-th of the group."""
+    """One attempt to end together, the `generation`-th of the group.
 
-    def __init__(self, store: Store, generation: int, party: Party, make_up: MakeUp) -> None:
+    Args:
+        store: of the group's alarm.
+        generation: number of the attempt.
+        party: this rank.
+        make_up: starts a call.
+        end_waits: ends on all ranks what waits for a peer outside of the logs; called once, if at all.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        generation: int,
+        party: Party,
+        make_up: MakeUp,
+        end_waits: Callable[[], None] = lambda: None,
+    ) -> None:
         self._whole_store, self._generation = store, generation
         self.store = _numbered(store, generation)
-        self.party, self.make_up = party, make_up
+        self.party, self.make_up, self._end_waits = party, make_up, end_waits
         self.made = [0] * len(party.logs)  # made up for, beyond what this rank had started
         self._started: list[Started] = []
+        self._waits_ended = False
         self._level = False  # with the rank that has come furthest, all having stopped
         self._said: str | None = None
         self._published: set[str] = set()
@@ -109,6 +130,10 @@ class Settlement:
         before: Any = None
         while True:
             states = self._states()
+            unlogged = any(state is not None and state.unlogged for state in states)
+            if unlogged and not self._waits_ended:
+                self._waits_ended = True
+                self._end_waits()
             self._publish_calls(states)
             if self.party.stopped:
                 self._catch_up(states)
@@ -116,7 +141,7 @@ class Settlement:
                 before, deadline = (states, self.made[:]), time.monotonic() + patience_s
             all_done = all(state is not None and state.done for state in states)
             if all_done or time.monotonic() > deadline or self.store.check(["verdict"]):
-                met = self._verdict(all_done and not self.party.unlogged, patience_s)
+                met = self._verdict(all_done and not unlogged, patience_s)
                 return Outcome(self._errors(states), met)
             time.sleep(_POLL_S * max(1, self.party.num_ranks / 16))
 
@@ -131,7 +156,7 @@ class Settlement:
         if error is not None:
             self._set(_RAISED, json.dumps([self.party.rank, error]))
         ended = self._level and all(started.has_ended() for started in self._started)
-        own = _State(stopped, ended, counts, error)
+        own = _State(stopped, ended, counts, error, self.party.unlogged)
         text = json.dumps(own)
         if text != self._said:
             self.store.set(f"at/{self.party.rank}", text)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..alarm import launch_unlogged
 from ..config import DispatchConfig
 from ..faults import Fault, raise_faults
 from ..kernels.direct import Peers, rank_routes
@@ -92,10 +93,10 @@ class Direct(Dispatcher):
         )
         self.expand = dict(config.options).get("expand", False) is True
         self._alone, self._beside = (default_blocks(device, config.num_sms, beside_gemms=b) for b in (False, True))
-        self.num_bytes = self.shape.layout()[1]
+        layout, self.num_bytes = self.shape.layout()
         if group is not None and self.num_ranks > 1:
             preflight("dispatcher 'direct'", {"peer memory bytes": self.num_bytes}, [], group, one_host=True)
-        self._memory = PeerMemory(self.num_bytes, group, device)
+        self._memory = PeerMemory(self.num_bytes, group, device, stop_at=layout.stop)
         self._peers = Peers(
             self.shape,
             self.rank,
@@ -184,7 +185,10 @@ class Direct(Dispatcher):
         assert trip.plan is not None, "no plan"
         parts = self._peers.plan_parts(trip.plan.cpu())
         words = [(code, value or no_grad, place) for code, value, no_grad, place in parts["words"].tolist()]
-        if any(code for code, _, _ in words):
+        codes = {code for code, _, _ in words}
+        if int(Fault.LOST) in codes and self.alarm is not None:
+            self.alarm.hear()  # a rank that failed says more than that it did not come
+        if any(codes - {int(Fault.LOST)}):
             self.faults(self._peers.device).word.zero_()  # told now, not a second time with the loss
         where = f"layer {trip.layer}, micro-batch {trip.micro_batch}"
         raise_faults(words, self.rank, where, self.config.num_experts)
@@ -215,6 +219,8 @@ class Direct(Dispatcher):
 
     def _dispatch(self, ticket: Ticket) -> None:
         state: DirectState = ticket.state
+        if self.group is not None:
+            launch_unlogged(self.group)  # before it starts: the host may wait for counts inside
         push = Push(self._peers, state.trip, self._blocks(ticket), self.expand, self._exchange)
         flight = Flight(push, self.comm(self._peers.device), f"dispatch of {ticket.where}", ticket.packed)
         ticket.payload = start(flight, *ticket.payload)

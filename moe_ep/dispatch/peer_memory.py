@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..alarm import find_alarm
 from ..errors import Unavailable, lost_peer
 
 
@@ -23,6 +24,7 @@ class PeerMemory:
         num_bytes: the same on all ranks.
         group: ranks on one host, each on a GPU of its own (see `preflight`); None: this rank alone.
         device: this rank's GPU.
+        stop_at: byte offset of a uint32 that ends waits of kernels where it is not 0; see `stop`.
         advice: what to do where memory is short, for the message.
 
     Attributes:
@@ -39,10 +41,12 @@ class PeerMemory:
         group: dist.ProcessGroup | None,
         device: torch.device,
         *,
+        stop_at: int,
         advice: str = "lower max_tokens, or take another dispatcher",
     ) -> None:
         self.num_bytes = num_bytes
         self._handle: Any = None
+        self._words: list[Tensor] = []  # of all ranks, at stop_at
         if group is None or group.size() == 1:
             self._block: Tensor | None = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
             self.addresses = [self._block.data_ptr()]
@@ -55,6 +59,29 @@ class PeerMemory:
             dist.barrier(group)  # nobody writes before everybody has zeroed
         except RuntimeError as err:
             raise lost_peer("set-up of peer memory", err) from err
+        self._prepare_stop(stop_at, group, device)
+
+    def _prepare_stop(self, at: int, group: dist.ProcessGroup, device: torch.device) -> None:
+        # all that `stop` needs is made now: later the device may be busy, or out of memory
+        self._words = [self._handle.get_buffer(rank, (1,), torch.int32, at // 4) for rank in range(group.size())]
+        self._said, self._stream = torch.zeros(1, dtype=torch.int32, pin_memory=True), torch.cuda.Stream(device)
+        if (alarm := find_alarm(group)) is not None:
+            alarm.end_waits_with(self.stop)
+
+    def stop(self, word: int) -> None:
+        """Have the kernels of all ranks leave that wait on this memory, now and from now on; on any thread.
+
+        Written by copies on a stream of their own, for which no kernel has to end. Nobody waits for them here.
+
+        Args:
+            word: not 0.
+        """
+        if not self._words:
+            return
+        self._said.fill_(word)
+        with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
+            for there in self._words:
+                there.copy_(self._said, non_blocking=True)
 
     def part(self, at: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor in this rank's own block, from byte `at` on."""
@@ -63,7 +90,7 @@ class PeerMemory:
 
     def close(self) -> None:
         """Let go of this rank's block and of the mappings. Nothing may run on them any more."""
-        self._block, self._handle = None, None
+        self._words, self._block, self._handle = [], None, None
 
 
 def _map(num_bytes: int, group: dist.ProcessGroup, device: torch.device, advice: str) -> tuple[Tensor, Any]:

@@ -66,8 +66,9 @@ class PeerTransport(GroupTransport):
         parts = tuple((master[0].numel(), master.element_size()) for master in like)
         shape = SlotShape(num_ranks=self.num_ranks, num_local=like[0].shape[0], slots=slots, parts=parts)
         preflight(what, {"slots and parameters": (slots, parts)}, _reasons(shape, device), group, one_host=True)
-        _, _, weights_at, grads_at, num_bytes = shape.layout()
-        self._memory = PeerMemory(num_bytes, group, device, advice="use fewer slots, or another transport")
+        flags, _, weights_at, grads_at, num_bytes = shape.layout()
+        advice = "use fewer slots, or another transport"
+        self._memory = PeerMemory(num_bytes, group, device, stop_at=flags.stop, advice=advice)
         dtypes = [master.dtype for master in like]
         sizes = [(slots, *master.shape[1:]) for master in like]
         self.own_slots = self.buffers = PeerSlots(

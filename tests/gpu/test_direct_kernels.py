@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -285,3 +286,35 @@ def test_a_rank_that_never_comes_is_a_fault_in_time() -> None:
     torch.cuda.synchronize()
     assert (int(group.faults[0]) >> 56, int(group.faults[0]) & 0xFFFFFFFF) == (LOST, 1)
     assert group.peers[0].plan_parts(plan)["words"][1].tolist()[:2] == [LOST, 1]
+
+
+@pytest.mark.parametrize("expand", [False, True])
+def test_a_rank_that_is_told_to_stop_leaves_and_what_follows_reads_nothing(expand: bool) -> None:
+    """Rank 1 exchanges counts and sends nothing; rank 0's word is set by a copy while it waits in the push."""
+    group = Group(CASES["two"], timeout_s=60)
+    trips = make_trips(group, [t.cuda() for t in make_ids(group.case, torch.Generator().manual_seed(0))])
+    group.each(lambda r: group.peers[r].exchange(trips[r], row_bound=NO_BOUND))
+    torch.cuda.synchronize()
+    trip, hidden = trips[0], group.case.hidden
+    totals = group.peers[0].plan_parts(trip.plan)["totals"].tolist()
+    trip.row_capacity, trip.unique_capacity = totals
+    x, weights = torch.ones(50, hidden, device="cuda"), torch.ones(50, 4, device="cuda")
+    at, said = group.shape.layout()[0].stop, torch.ones(1, dtype=torch.int32, pin_memory=True)
+    word = group.memory[0][at : at + 4].view(torch.int32)
+    copies = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    started = time.monotonic()
+    (received,) = group.each(lambda r: group.peers[r].push_first(x, weights, trip, expand=expand, blocks=(2, 8)), [0])
+    time.sleep(0.2)
+    assert not group.streams[0].query(), "it waits for rank 1"
+    with torch.cuda.stream(copies):
+        word.copy_(said, non_blocking=True)
+    rows = torch.ones(totals[0], hidden, device="cuda")
+    (given,) = group.each(lambda r: group.peers[r].give_back(rows, trip, add_routes=True, blocks=(2, 8)), [0])
+    torch.cuda.synchronize()
+    assert time.monotonic() - started < 10
+    assert int(group.faults[0]) >> 56 == LOST
+    assert bool((received.row_index == -1).all()) and bool((received.positions == -1).all())
+    parts = group.peers[0].plan_parts(trip.plan)
+    assert not parts["offsets"].any() and not parts["tokens"].any() and not parts["totals"].any()
+    assert given[0].shape == x.shape

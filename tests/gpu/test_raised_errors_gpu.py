@@ -86,5 +86,6 @@ def body_given_up(group: dist.ProcessGroup, rank: int, backward: bool) -> str:
 @pytest.mark.parametrize("backward", [False, True])
 def test_every_rank_raises_over_peer_memory(backward: bool) -> None:
     first, second = run_ranks(body_given_up, 2, backward, backend="cpu:gloo,cuda:nccl", device="cuda", timeout_s=60)
+    # the device's own timeout is the group's, which is longer than what the ranks have here
     assert first.startswith("PeerError: rank 1 failed in ") and TEXT in first
     assert second == f"ZeroDivisionError: {TEXT}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from unittest import mock
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 
 from moe_ep.alarm import Alarm
 from moe_ep.errors import PeerError
+from moe_ep.settlement import Party
 from moe_ep.streams import InFlight
 
 
@@ -50,3 +53,36 @@ def test_a_wait_that_cannot_end_is_left() -> None:
     with pytest.raises(PeerError, match="rank 1 failed in layer 3"):
         flight.wait_on_host()
     assert event.synchronized == 0
+
+
+def test_a_wait_that_ended_without_its_peer_hears_what_that_has_to_say() -> None:
+    made = alarm()
+    made._lock = mock.MagicMock()
+    threading.Timer(0.05, lambda: setattr(made, "given_up", "rank 1 failed in layer 3")).start()
+    with pytest.raises(PeerError, match="rank 1 failed in layer 3"):
+        made.hear(30)
+
+
+def test_a_wait_that_ended_without_its_peer_is_not_awaited_for_ever() -> None:
+    started = time.monotonic()
+    alarm().hear(0.05)
+    assert 0.05 <= time.monotonic() - started < 10
+
+
+def test_waits_on_gpus_are_ended_by_who_is_alive_and_can() -> None:
+    class Memory:
+        def __init__(self, works: bool) -> None:
+            self.works, self.words = works, list[int]()
+
+        def stop(self, word: int) -> None:
+            if not self.works:
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+            self.words.append(word)
+
+    made, gone, broken, fine = alarm(), Memory(True), Memory(False), Memory(True)
+    made._waiters, made.party = [], Party(3, 4)
+    for memory in (gone, broken, fine):
+        made.end_waits_with(memory.stop)
+    del gone, memory
+    made._end_waits()
+    assert fine.words == [4]

@@ -10,6 +10,7 @@ import ctypes
 import itertools
 import shutil
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +242,18 @@ def test_a_rank_that_never_comes_is_a_fault_and_loses_nothing(library: Any, pull
     assert ours[0][0].tolist() == [[1] * 8]
     for block in (*ranks.memory, ranks.after[0]):
         assert bool((block[ranks.first :] == 3).all())
+
+
+@pytest.mark.parametrize("pull", [False, True])
+def test_a_rank_that_is_told_to_stop_does_not_wait(library: Any, pull: bool) -> None:
+    ranks = Ranks(library, SlotShape(num_ranks=2, num_local=1, slots=1, parts=((8, 4),)), timeout_s=60)
+    stop = ranks.shape.layout()[0].stop
+    ranks.memory[0][stop : stop + 4].view(torch.int32).fill_(2)
+    ours = [[shared(torch.ones(1, 8))], [shared(torch.ones(1, 8))]]
+    started = time.monotonic()
+    ranks.run(shared(torch.tensor([[1], [0]], dtype=torch.int32)), ours, pull=pull, ranks=1)
+    assert time.monotonic() - started < 30
+    assert (int(ranks.faults[0]) >> 56, int(ranks.faults[0]) & 0xFFFFFFFF) == (LOST, 1)
 
 
 def test_sizes_that_the_kernels_do_not_serve() -> None:

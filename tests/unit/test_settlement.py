@@ -53,13 +53,17 @@ class Rank:
             for call in made:
                 log.add(call)
         self.made_up: list[tuple[int, Call]] = []
-        self.settlement = Settlement(store, 0, self.party, self.make_up)
+        self.waits_ended = 0
+        self.settlement = Settlement(store, 0, self.party, self.make_up, self.end_waits)
         self.outcome: Outcome | None = None
 
     def make_up(self, log: int, call: Call | None) -> Rank:
         if call is not None:
             self.made_up.append((log, call))
         return self
+
+    def end_waits(self) -> None:
+        self.waits_ended += 1
 
     def has_ended(self) -> bool:
         return True
@@ -132,6 +136,31 @@ def test_what_stands_in_no_log_ends_it_for_all(store: HashStore) -> None:
     for thread in run(ranks):
         thread.join(10)
     assert [rank.outcome for rank in ranks] == [Outcome({0: "it broke"}, False)] * 3
+
+
+def test_waits_outside_of_the_logs_are_ended_by_all_ranks_once_one_has_some(store: HashStore) -> None:
+    """Rank 2 waits in a kernel that rank 0, which fails before its own, never starts: its host stops behind that."""
+    ranks = [Rank(0, store, [[]], "it broke"), Rank(1, store, [[]]), Rank(2, store, [[]])]
+    ranks[1].party.stopped = ranks[2].party.unlogged = True
+    threads = run(ranks)
+    deadline = time.monotonic() + 10
+    while not all(rank.waits_ended for rank in ranks) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    ranks[2].party.stopped = True
+    for thread in threads:
+        thread.join(10)
+    assert [rank.waits_ended for rank in ranks] == [1] * 3
+    assert [rank.outcome for rank in ranks] == [Outcome({0: "it broke"}, False)] * 3
+
+
+def test_nothing_is_ended_where_all_can_be_made_up_for(store: HashStore) -> None:
+    ranks = [Rank(0, store, [[]], "it broke"), *(Rank(rank, store, [[gather(1)]]) for rank in (1, 2))]
+    for rank in ranks:
+        rank.party.stopped = True
+    for thread in run(ranks):
+        thread.join(10)
+    assert [rank.waits_ended for rank in ranks] == [0] * 3
+    assert [rank.outcome for rank in ranks] == [Outcome({0: "it broke"}, True)] * 3
 
 
 def test_a_call_that_is_too_old_to_be_known_ends_it_for_all(store: HashStore) -> None:
