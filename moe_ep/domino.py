@@ -34,7 +34,7 @@ from .eager import eager
 from .errors import InputError, ProtocolError, RecipeError
 from .flights import LayerFlight, MoEAux, Routed, given
 from .layer import MoELayer, check_layer_indices, moe_layers
-from .peers import is_early_stop
+from .peers import is_early_stop, is_reported
 from .replica.lease import Lease
 from .schedule import Kind, Link, Schedule, Step, schedule
 from .tracing import stage_range
@@ -163,7 +163,8 @@ class DominoLayer(nn.Module):
             check_taken_apart(self.moe)
             self.moe.dispatcher.check_interleaving(len(inputs))
         plan, links = self._plan(len(inputs), _host_runs_ahead(inputs[0].base))
-        run = _Run(self, inputs, valid, links)
+        crosses = self.moe is not None and self.moe.dispatcher.early_apart and plan.counts_cross
+        run = _Run(self, inputs, valid, links, crosses)
         run.walk(plan.steps[: plan.before])
         if self._region is None:
             run.walk(plan.steps[plan.before :])
@@ -190,8 +191,9 @@ class _Run:
         inputs: Sequence[Pending],
         valid: Sequence[Tensor | None],
         links: Sequence[frozenset[Link]],
+        counts_cross: bool,
     ) -> None:
-        self.layer, self.valid, self.links = layer, valid, links
+        self.layer, self.valid, self.links, self.counts_cross = layer, valid, links, counts_cross
         self.inputs = dict(enumerate(inputs))
         self.x: dict[int, Tensor] = {}
         self.h: dict[int, Tensor] = {}
@@ -222,8 +224,12 @@ class _Run:
         for lease in self.leases.values():
             lease.release()
         moe, (kind, i) = self.layer.moe, step.key[:2]
-        if moe is not None:
-            moe.dispatcher.raise_everywhere(err, f"layer {moe.layer_index}, micro-batch {i} ({kind})")
+        if moe is None:
+            return
+        tell = moe.dispatcher.raise_everywhere
+        if self.counts_cross and kind in (Kind.ROUTE, Kind.PACK) and is_reported(err):
+            tell = moe.dispatcher.stop_everywhere  # the others launch more until they read what was announced
+        tell(err, f"layer {moe.layer_index}, micro-batch {i} ({kind})")
 
     def results(self) -> Group:
         """Pending outputs and what the routers said."""
@@ -295,6 +301,7 @@ class _Run:
         return self.leases[key]
 
     def dispatch(self, i: int) -> None:
+        self.flights[i].ticket.counts_cross = self.counts_cross
         self._moe.dispatcher.dispatch(self.flights[i].ticket)
 
     def experts(self, i: int) -> None:
@@ -315,7 +322,7 @@ class _Run:
 
     def inside(self) -> _Run:
         """A walk that goes on from here, and leaves this one as it is."""
-        other = _Run(self.layer, (), self.valid, self.links)
+        other = _Run(self.layer, (), self.valid, self.links, self.counts_cross)
         other.x, other.h, other.n = dict(self.x), dict(self.h), dict(self.n)
         return other
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from .config import MAX_MICRO_BATCHES
 from .errors import CapacityError, InputError, MoEError, NonFiniteError, PeerError, PlanError, ProtocolError, lost_peer
 from .ops import routes_module
-from .peers import mark_everywhere, mark_out_of_step
+from .peers import mark_everywhere, mark_out_of_step, mark_reported
 from .routing import Routing, count_bad_ids
 
 FORWARD_ONLY = 1  # the value of a pair without a fault, where no gradient is recorded
@@ -112,18 +112,23 @@ def raise_faults(
     if own_code not in _CODES or (place is not None and own_place != place):
         raise ProtocolError(f"{where}: what was read is not what this rank sent: counts were read before they had come")
     if own_code:
-        raise describe(own_code, own_value, where, num_experts)
+        raise _reported(describe(own_code, own_value, where, num_experts))
     for peer, (code, value, _) in enumerate(words):
         if code:
             fault = describe(code, value, where, num_experts)
-            raise PeerError(f"rank {peer} reported a fault, so that no rank goes on: {fault}")
+            raise _reported(PeerError(f"rank {peer} reported a fault, so that no rank goes on: {fault}"))
     _same_place([place for _, _, place in words])
     without = [str(peer) for peer, (_, value, _) in enumerate(words) if value == FORWARD_ONLY]
     if 0 < len(without) < len(words):
-        raise PeerError(
+        raise _reported(PeerError(
             f"{where}: rank {', '.join(without)} of {len(words)} runs under no_grad and the others do not, so a "
             "backward would wait for ever; all ranks train or all evaluate"
-        )
+        ))  # fmt: skip
+
+
+def _reported(err: MoEError) -> MoEError:
+    mark_reported(err)
+    return err
 
 
 def place_of(layer: int, micro_batch: int, num_micro_batches: int = 1) -> int:

@@ -24,7 +24,7 @@ from .experts import SharedExperts, build_experts
 from .flights import LayerFlight, MoEAux, Routed, copies_held, given, releasing
 from .load import rank_load
 from .losses import RouterAux
-from .peers import is_early_stop, mark_everywhere
+from .peers import is_early_stop, is_reported, mark_everywhere, mark_reported
 from .replica.lease import Lease
 from .replica.runtime import build_runtime, check_replicas
 from .router import SigmoidRouter, build_router
@@ -183,11 +183,14 @@ class MoELayer(nn.Module):
                 self.replicas.announce_failure(lease, device)
             else:
                 self.dispatcher.announce_failure(device, layer=self.layer_index, micro_batch=micro_batch)
+                mark_reported(err)
             mark_everywhere(err)
             if not isinstance(err, MoEError):
                 raise
             told = type(err)(f"layer {self.layer_index}, micro-batch {micro_batch}: {err}")
             mark_everywhere(told)
+            if is_reported(err):
+                mark_reported(told)
             raise told from err
         return Routed(x=x, x_TH=x_TH, routing=routing, router_aux=router_aux, micro_batch=micro_batch, lease=lease)
 

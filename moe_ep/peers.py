@@ -16,6 +16,7 @@ _LOST = re.compile(
 # how gloo's own errors begin; a wider net would catch errors of this rank that speak of a socket or a timeout
 _GLOO = re.compile(r"\[\S+\.cc:\d+\] ")
 _EVERYWHERE = "raised_on_all_ranks"
+_REPORTED = "reported_with_counts"
 _OUT_OF_STEP = "ranks_out_of_step"
 _EARLY_STOP = "_StopRecomputationError"  # how torch's activation checkpoint leaves its second pass; nothing failed
 
@@ -43,6 +44,16 @@ def is_everywhere(err: BaseException) -> bool:
     """Whether the other ranks raise too: by agreement, because they were told, or because a rank is gone."""
     collective = isinstance(err, dist.DistError) or (type(err) is RuntimeError and _GLOO.match(str(err)) is not None)
     return collective or isinstance(err, PeerError) or is_early_stop(err) or getattr(err, _EVERYWHERE, False)
+
+
+def mark_reported(err: BaseException) -> None:
+    """Say that all ranks raise because of what one has told the others with its counts."""
+    setattr(err, _REPORTED, True)
+
+
+def is_reported(err: BaseException) -> bool:
+    """Whether all ranks raise: one where it sends its counts, the others where they read them, launches further on."""
+    return getattr(err, _REPORTED, False)
 
 
 def mark_out_of_step(err: Exception) -> None:

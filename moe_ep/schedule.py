@@ -182,6 +182,8 @@ class Schedule:
         steps: in the order in which they are issued.
         before: how many of the steps lie in front of the region that activation recompute runs twice.
         links: the waits of each micro-batch, which the stages of its ticket make.
+        counts_cross: counts of a micro-batch travel before those of an earlier one are read, so a rank that has none to
+            send (its router has failed) is behind the others by what they launch until they hear of it.
 
     Raises:
         ProtocolError: a step waits for another micro-batch, which no stage can.
@@ -192,9 +194,24 @@ class Schedule:
     steps: tuple[Step, ...]
     before: int = 0
     links: tuple[frozenset[Link], ...] = field(init=False, compare=False, repr=False)
+    counts_cross: bool = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "links", _links_of(self.num_micro_batches, self.steps))
+        object.__setattr__(self, "counts_cross", _counts_cross(self.steps))
+
+
+def _counts_cross(steps: Sequence[Step]) -> bool:
+    """Whether a step of kind counts stands between the counts of another micro-batch and their read."""
+    on_way = set[int]()
+    for kind, micro_batch in (step.key[:2] for step in steps):
+        if kind is Kind.COUNTS:
+            on_way.add(micro_batch)
+        elif kind is Kind.READ:
+            on_way.discard(micro_batch)
+        if len(on_way) > 1:
+            return True
+    return False
 
 
 def _links_of(num_micro_batches: int, steps: Sequence[Step]) -> tuple[frozenset[Link], ...]:

@@ -24,7 +24,7 @@ from ..errors import InputError, MoEError, PeerError, ProtocolError, RecipeError
 from ..faults import Fault, FaultRecord, routing_status
 from ..ops import choose_kernels
 from ..order import Order, in_stage, open_order, told
-from ..peers import is_out_of_step, mark_everywhere
+from ..peers import is_out_of_step, is_reported, mark_everywhere, mark_reported
 from ..permute import ExpertInput
 from ..routing import Routing
 from ..schedule import Link
@@ -202,6 +202,7 @@ class Dispatcher(ABC):
             ticket.release()
             told = type(error)(f"{ticket.where}: {error}")
             mark_everywhere(told)
+            mark_reported(told)
             raise told
         ticket.num_tokens, self._device = x_TH.shape[0], x_TH.device
         if self.num_lane_ints:
@@ -291,6 +292,11 @@ class Dispatcher(ABC):
         """
         if self.alarm is not None:
             self.alarm.fail(err, where)
+
+    def stop_everywhere(self, err: BaseException, where: str) -> None:
+        """As `raise_everywhere`, where all ranks raise, but have not launched as much: all call this."""
+        if self.alarm is not None:
+            self.alarm.stop_all(err, where)
 
     def check_interleaving(self, num_micro_batches: int) -> None:
         """Refuse more micro-batches at once than the back end holds, or than ranks can tell each other of.
@@ -398,15 +404,11 @@ class Dispatcher(ABC):
             ticket.release()
             if isinstance(err, PeerError):
                 told(err, self.group)
-                self._even_out(err, ticket.where)
+            if is_out_of_step(err) or (ticket.counts_cross and is_reported(err)):
+                self.stop_everywhere(err, ticket.where)
             raise
         ticket.stage = stage
         return result
-
-    def _even_out(self, err: PeerError, where: str) -> None:
-        """Nobody is at the same call: bring the ranks to the same number of collectives before all of them raise."""
-        if self.alarm is not None and is_out_of_step(err):
-            self.alarm.stop_all(err, where)
 
     def served_device(self, device: torch.device | None) -> torch.device:
         """`device`, or the one that the other ranks exchange from where the group does not serve this (or is none).

@@ -57,6 +57,7 @@ class Ticket:
         lane: what the micro-batch borrowed; it goes back when the ticket is done, fails or dies.
         waits: of the waits between streams those that its stages make; None: all.
         packed: of the payload, between two stages.
+        counts_cross: the counts of later micro-batches travel before this one's are read.
         recorded: whether gradients were recorded when it was made.
     """
 
@@ -64,6 +65,7 @@ class Ticket:
         "__weakref__",
         "_layout_args",
         "_return_lane",
+        "counts_cross",
         "lane",
         "layer",
         "micro_batch",
@@ -103,6 +105,7 @@ class Ticket:
         self.lane: Lane | None = None
         self.packed: Packed | None = None
         self.waits = waits
+        self.counts_cross = False
         self.recorded = torch.is_grad_enabled()
         self._return_lane: Callable[[], Any] | None = None
         self._layout_args: tuple[Any, ...] | None = None
