@@ -144,8 +144,10 @@ def told(steps: Sequence[Step]) -> list[str]:
     return notes
 
 
-def body_order(group: dist.ProcessGroup, rank: int, num: int, ahead: bool) -> tuple[list[str], list[str]]:
-    model = small_stack(group, dense=(False, False, True, False, False))
+def body_order(
+    group: dist.ProcessGroup, rank: int, num: int, ahead: bool, changes: dict[str, Any]
+) -> tuple[list[str], list[str]]:
+    model = small_stack(group, changes, dense=(False, False, True, False, False))
     xs = inputs(rank, num)
     with recorded(model) as log, host_ahead(ahead):
         _, losses, _ = together(model, xs)
@@ -155,18 +157,26 @@ def body_order(group: dist.ProcessGroup, rank: int, num: int, ahead: bool) -> tu
         return forward, log[:]
 
 
+REPLICAS: dict[str, dict[str, Any]] = {
+    "no replicas": {},
+    "replicas": dict(replica=dict(slots=2)),
+    "replicas, placed together": dict(replica=dict(slots=2, joint=True)),
+}
+
+
+@pytest.mark.parametrize("replicas", REPLICAS)
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("num", [1, 2, 3, 4])
-def test_the_recorded_order_is_the_schedule_both_ways(pool: RankPool, num: int, ahead: bool) -> None:
-    """Forward as the host issues it; backward is one order for both."""
-    dense = (False, False, True, False, False)
-    steps = stack([schedule(num, dense=each, host_ahead=ahead) for each in dense])
+def test_the_recorded_order_is_the_schedule_both_ways(pool: RankPool, num: int, ahead: bool, replicas: str) -> None:
+    """Forward as the host issues it; backward is one order for both, with replicas and without."""
+    dense, joint = (False, False, True, False, False), "together" in replicas
+    steps = stack([schedule(num, dense=each, host_ahead=ahead, joint=joint) for each in dense])
     bare = "shared 4."  # the last layer has no shared experts, so nothing is noted there
     forward = [line for line in told(steps) if not line.startswith(bare)]
-    soon = stack([schedule(num, dense=each) for each in dense])
+    soon = stack([schedule(num, dense=each, joint=joint) for each in dense])
     backward = [line for line in told(transpose(soon)) if not line.startswith(f"d{bare}")]
     assert len(forward) > 20 * num
-    for got in pool.run(body_order, num, ahead):
+    for got in pool.run(body_order, num, ahead, REPLICAS[replicas]):
         assert got == (forward, backward)
 
 

@@ -141,6 +141,7 @@ def test_placed_together_no_schedule_has_a_race(num: int, outside: tuple[Kind, .
     steps = [*stack(layers), *transpose(stack(layers))]
     assert check(steps, steps) == []
     assert check(on_comm_stream(steps), on_comm_stream(steps)) == []
+    assert redundant(steps) == redundant(stack(layers)) == set(), "every removed wait is found, forward alone, too"
 
 
 def test_a_dense_layer_runs_each_micro_batch_through_and_outside_steps_come_first() -> None:
