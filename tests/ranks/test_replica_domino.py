@@ -174,3 +174,18 @@ def body_steady(
 def test_nothing_is_left_of_a_step(pool: RankPool, changes: dict[str, Any], recompute: bool, ahead: bool) -> None:
     for seen in pool.run(body_steady, changes, recompute, ahead):
         assert seen == [[2, 2, 0, 0, 0, 0]] * 2
+
+
+def body_other_numbers(group: dist.ProcessGroup, rank: int, changes: dict[str, Any]) -> None:
+    configured = small_stack(group, changes | dict(num_micro_batches=2))
+    without = small_stack(group)
+    for num in (1, 3, 2, 4):  # of other lengths each, one after the other
+        got, want = (run_both_ways(model, rank, num, CPU) for model in (configured, without))
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.abs().max()) if b.numel() else 0.0)
+
+
+@pytest.mark.parametrize("changes", [ON, JOINT], ids=["alone", "together"])
+def test_other_numbers_of_micro_batches_than_configured(pool: RankPool, changes: dict[str, Any]) -> None:
+    """InternLM/xtuner#2056: slots are pooled, and there are as many sets as micro-batches are under way."""
+    pool.run(body_other_numbers, changes)
