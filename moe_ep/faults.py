@@ -40,6 +40,7 @@ class Fault(enum.IntEnum):
     OTHER_PLACE = 9
     LOST = 10
     OTHER_PLAN = 11
+    TOO_MANY_ROUTES = 12
 
 
 _SENTENCES: dict[Fault, tuple[type[MoEError], str]] = {
@@ -75,6 +76,11 @@ _SENTENCES: dict[Fault, tuple[type[MoEError], str]] = {
         PlanError,
         "the replica plan of rank {value} differs from rank 0's, here or one micro-batch before; all ranks must plan "
         "from the same load, with the same slots, smallest quota and planner, and the same version of moe_ep",
+    ),
+    Fault.TOO_MANY_ROUTES: (
+        PlanError,
+        "the routes of all ranks are {value} or more, beyond the 2^31 - 1 that replicas can be planned for; take "
+        "smaller micro-batches",
     ),
 }
 

@@ -25,8 +25,8 @@ from .flights import LayerFlight, MoEAux, Routed, copies_held, given, releasing
 from .load import rank_load
 from .losses import RouterAux
 from .peers import is_early_stop, is_reported, mark_everywhere, mark_reported
+from .replica.build import build_runtime, check_replicas
 from .replica.lease import Lease
-from .replica.runtime import build_runtime, check_replicas
 from .router import SigmoidRouter, build_router
 from .routing import Routing
 from .schedule import Link

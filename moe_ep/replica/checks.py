@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import torch
 from torch import Tensor
 
+from ..config import MoEConfig
 from ..errors import PlanError
 from .planners import LARGEST_TOTAL
 
@@ -123,3 +124,9 @@ def verify(plan: Plan, *, idle_replicas: bool = False) -> None:
 def _require(holds: bool, broken: str) -> None:
     if not holds:
         raise PlanError(f"not a replica plan: {broken}; make plans with moe_ep.replica.plan")
+
+
+def copy_bytes(config: MoEConfig) -> int:
+    """Weights and float32 gradients of one copy."""
+    elements = 3 * config.hidden_size * config.expert_intermediate_size
+    return elements * (getattr(torch, config.dtype).itemsize + 4)

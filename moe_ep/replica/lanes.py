@@ -11,6 +11,9 @@ import weakref
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
+from torch import Tensor
+
 from ..errors import ProtocolError
 from .transport import InFlight, SlotBuffers, Transport
 
@@ -85,3 +88,11 @@ def overrun(where: str, holders: Sequence[Holder]) -> str:
         f"{where}: no replica slots are free: {who}. Run the experts of a micro-batch before the next one is routed, "
         "or say how many interleave (num_micro_batches)"
     )
+
+
+def masters_like(
+    num_local: int, hidden_size: int, inner_size: int, dtype: torch.dtype, device: torch.device
+) -> list[Tensor]:
+    """Shapes of a rank's masters; no memory."""
+    sizes = ((num_local, 2 * inner_size, hidden_size), (num_local, hidden_size, inner_size))
+    return [torch.empty(1, dtype=dtype, device=device).expand(size) for size in sizes]

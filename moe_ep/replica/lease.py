@@ -31,14 +31,21 @@ class Lease:
         self._late: tuple[Plan, SlotLane, bool] | None = None
         self._replicas = None if masters is None else WithReplicas(masters, self.where, users)
 
+    def check_unused(self) -> None:
+        """Refuse a lease that was routed before.
+
+        Raises:
+            ProtocolError: it has a plan.
+        """
+        if self.plans:
+            raise ProtocolError(f"{self.where}: this lease has a plan already; open one for each layer and micro-batch")
+
     def begin(self, plans: list[Plan], placed: Plan, lane: SlotLane, *, second_pass: bool) -> None:
         """Take the plans, and send the weights on their way as `placed` says, if they are there.
 
         Raises:
-            ProtocolError: it has one; or another micro-batch holds the slots.
+            ProtocolError: another micro-batch holds the slots.
         """
-        if self.plans:
-            raise ProtocolError(f"{self.where}: this lease has a plan already; open one for each layer and micro-batch")
         self.plans = plans
         if self._replicas is None:
             self._late = placed, lane, second_pass

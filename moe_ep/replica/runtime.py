@@ -16,30 +16,27 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..config import MoEConfig
 from ..dispatch.base import Dispatcher
 from ..dispatch.capabilities import group_serves
-from ..errors import InputError, PlanError, ProtocolError, RecipeError
-from ..experts import GroupedExperts
+from ..errors import InputError, ProtocolError
 from ..faults import Fault
 from ..load import expert_load, rank_load
 from ..peers import mark_everywhere
 from ..recompute import in_second_pass, replayed
 from ..routing import NO_ROUTE, Routing
-from .checks import check_slots
+from .checks import copy_bytes
 from .choice import make_transport
-from .device import plan_on_device, reroute_on_device
+from .device import reroute_on_device
 from .exchange import Exchange, check_sums, sums_status
-from .lanes import SlotLane, overrun
+from .lanes import SlotLane, masters_like, overrun
 from .lease import Lease
-from .plan import Plan, plan, plan_together
+from .plan import Plan
+from .planning import bounded, make_plans, plan_by_kernels
 from .reroute import reroute
 from .transport import SlotBuffers, Transport
-
-TOLERANCE = 10  # thousandths: ranks within 1 % of the mean are even enough, and a third of the copies is saved
 
 
 class Planned(NamedTuple):
@@ -68,7 +65,7 @@ class ReplicaRuntime:
         assert dispatcher.group is not None, "one rank has nobody to copy to"
         self.config, self.dispatcher, self.group = config, dispatcher, dispatcher.group
         self.rank, self.num_ranks, self.slots = dispatcher.rank, dispatcher.num_ranks, config.replica.slots
-        self.lane_bytes = self.slots * _bytes(config)
+        self.lane_bytes = self.slots * copy_bytes(config)
         self.exchange = Exchange(self.group, config.num_experts, dispatcher.alarm)
         self.lanes: list[SlotLane] = []
         self._sum: Tensor | None = None  # of the last plan, where no host reads it
@@ -126,8 +123,9 @@ class ReplicaRuntime:
         Raises:
             InputError, NonFiniteError: a fault of this rank's routing (where the host reads it).
             PeerError: a fault of another rank's, or a lost rank. PlanError: loads that cannot be planned, or plans that
-            differ between ranks; on every rank. ProtocolError: no slots are free.
+            differ between ranks; on every rank. ProtocolError: no slots are free, or the lease has a plan.
         """
+        lease.check_unused()
         device = routings[0].expert_ids.device
         planned: Planned = replayed(lambda: self._plan(lease, routings, device))
         lane = self._lane(planned.lane, lease, device)
@@ -197,35 +195,31 @@ class ReplicaRuntime:
 
     def _on_host_plans(self, what: str, lease: Lease, messages: list[Tensor]) -> list[Plan]:
         everybody = self.exchange.gather(what, torch.cat(messages))
-        parts = everybody.view(self.num_ranks, len(messages), -1).unbind(1)
-        for told in everybody.cpu().view(self.num_ranks, len(messages), -1).unbind(1):
+        read = everybody.cpu()
+        for told in self._parts(read, lease):
             self.exchange.check(told, lease.where)
-        plans = self._make([part[:, : self.config.num_experts].to(torch.int32) for part in parts])
+        loads, copies = (
+            [part[:, : self.config.num_experts] for part in self._parts(of, lease)] for of in (everybody, read)
+        )
+        plans = make_plans(self.config.replica, loads, copies, kernels=self.dispatcher.kernels)
         sums = torch.stack([each.checksum() for each in plans])
         compared = self.exchange.gather(f"comparison of plans of {lease.where}", sums)
         for values in compared.cpu().T.tolist():
             check_sums(values, lease.where)
         return plans
 
-    def _make(self, loads: list[Tensor]) -> list[Plan]:
-        replica = self.config.replica
-        tolerance = TOLERANCE if replica.planner == "quota" else 0
-        try:
-            if replica.joint:
-                return plan_together(loads, self.slots, replica.min_quota)
-            make = plan_on_device if self.dispatcher.kernels and loads[0].is_cuda else plan
-            return [make(loads[0], self.slots, replica.min_quota, replica.planner, tolerance=tolerance)]
-        except PlanError as err:
-            mark_everywhere(err)  # all have the same loads
-            raise
+    def _parts(self, everybody: Tensor, lease: Lease) -> tuple[Tensor, ...]:
+        """[R, E+3] of each micro-batch."""
+        return everybody.view(self.num_ranks, lease.users, -1).unbind(1)
 
     def _device_plan(self, what: str, lease: Lease, message: Tensor) -> Plan:
         """No host sync: a plan that differs is found with the next one, and faults of the routing by the dispatcher."""
         before = message.new_zeros(()) if self._sum is None else self._sum
         everybody = self.exchange.gather(what, torch.cat([message, before.view(1)]))
-        record = self.dispatcher.faults(message.device)
-        record.note(sums_status(everybody[:, -1]), lease.layer, lease.micro_batch)
-        made = self._make([everybody[:, : self.config.num_experts].to(torch.int32).contiguous()])[0]
+        load, status = bounded(everybody[:, : self.config.num_experts])
+        for found in (sums_status(everybody[:, -1]), status):
+            self.dispatcher.faults(message.device).note(found, lease.layer, lease.micro_batch)
+        made = plan_by_kernels(self.config.replica, load)
         self._sum = made.checksum()
         return made
 
@@ -254,7 +248,7 @@ class ReplicaRuntime:
         """The lane of a number, made at first use by all ranks alike."""
         if number == len(self.lanes):
             sizes = self.config.hidden_size, self.config.expert_intermediate_size
-            like = _masters_like(self.config.num_experts // self.num_ranks, *sizes, self.dispatcher.dtype, device)
+            like = masters_like(self.config.num_experts // self.num_ranks, *sizes, self.dispatcher.dtype, device)
             transport = self._transport(like)
             self.lanes.append(SlotLane(transport, transport.own_slots or SlotBuffers(self.slots, like)))
         return self.lanes[number]
@@ -263,60 +257,3 @@ class ReplicaRuntime:
         if self.lanes and self.lanes[0].transport.own_slots is None:
             return self.lanes[0].transport  # messages have no memory of their own
         return make_transport(self.config.replica.transport, self.group, self.slots, like, self.dispatcher.faults)
-
-
-def _masters_like(
-    num_local: int, hidden_size: int, inner_size: int, dtype: torch.dtype, device: torch.device
-) -> list[Tensor]:
-    """Shapes of a rank's masters; no memory."""
-    sizes = ((num_local, 2 * inner_size, hidden_size), (num_local, hidden_size, inner_size))
-    return [torch.empty(1, dtype=dtype, device=device).expand(size) for size in sizes]
-
-
-def build_runtime(config: MoEConfig, dispatcher: Dispatcher, experts: type[GroupedExperts]) -> ReplicaRuntime | None:
-    """The replicas of a layer, shared with other layers alike; None where it has no slots. Collective.
-
-    Raises:
-        RecipeError: experts that cannot compute copies behind this dispatcher. PlanError: see `ReplicaRuntime`.
-    """
-    if config.replica.slots == 0:
-        return None
-    reason = experts.replica_refusal(dispatcher.host_syncs > 0)
-    if reason is not None:
-        raise RecipeError(
-            f"replica.slots = {config.replica.slots} cannot be had with experts = {config.experts!r} and dispatcher = "
-            f"{config.dispatcher!r}: {reason}; or set slots = 0"
-        )
-    key = (config.replica, config.expert_intermediate_size, config.num_experts)
-    runtime = dispatcher.companions.get(key)
-    if runtime is None:
-        runtime = dispatcher.companions[key] = ReplicaRuntime(config, dispatcher)
-    assert isinstance(runtime, ReplicaRuntime), "the key is ours"
-    return runtime
-
-
-def check_replicas(config: MoEConfig, group: dist.ProcessGroup | None) -> None:
-    """Refuse replicas that no group of that size can have.
-
-    Raises:
-        RecipeError: value, limit and way out.
-    """
-    replica = config.replica
-    if replica.slots == 0:
-        return
-    if not isinstance(group, dist.ProcessGroup) or group.size() == 1:
-        raise RecipeError(
-            f"replica.slots = {replica.slots} would have no effect on one rank, which computes everything itself; set "
-            "it to 0, or give the layer a group of two ranks or more"
-        )
-    try:
-        num_local = config.num_experts // group.size()
-        check_slots(replica.planner, replica.slots, replica.min_quota, num_local, _bytes(config))
-    except PlanError as err:
-        raise RecipeError(str(err)) from err
-
-
-def _bytes(config: MoEConfig) -> int:
-    """Weights and float32 gradients of one copy."""
-    elements = 3 * config.hidden_size * config.expert_intermediate_size
-    return elements * (getattr(torch, config.dtype).itemsize + 4)
