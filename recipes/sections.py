@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moe_ep.bounds import NOT_NEGATIVE, POSITIVE, Range, check_ranges
-from moe_ep.config import AuxLevel, Kernels, RouterName, Weighting, require
+from moe_ep.config import MAX_MICRO_BATCHES, AuxLevel, Kernels, RouterName, Weighting, require
 
 _NAME_BYTES = 200  # file systems allow 255, and an earlier run of the name gets a suffix
 
@@ -123,7 +123,7 @@ class TrainSection:
 
 
 def _divisors(number: int) -> str:
-    return " or ".join(str(d) for d in range(1, min(number, 64) + 1) if number % d == 0)
+    return " or ".join(str(d) for d in range(1, min(number, MAX_MICRO_BATCHES) + 1) if number % d == 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

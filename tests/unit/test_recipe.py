@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from moe_ep.config import from_mapping
 from moe_ep.errors import RecipeError
 from recipes.recipe import SECTIONS, check_world, load_recipe, to_toml
+from recipes.sections import TrainSection
 from tests.ranks.small_recipe import write
 
 RECIPES = sorted((Path(__file__).resolve().parents[2] / "recipes").glob("[!m]*.toml"))  # not Megatron's
@@ -223,3 +225,9 @@ def test_ranks_that_do_not_fit(path, world, ep_size, part):
     assert part in message
     assert str(path) in message
     assert f"ep_size = {ep_size}" in message
+
+
+def test_no_number_of_interleaved_micro_batches_is_proposed_that_a_layer_refuses() -> None:
+    sizes = dict(steps=1, micro_batch_size=1, sequence_length=8, gradient_accumulation=128, intra_layer_micro_batch=3)
+    with pytest.raises(RecipeError, match=r"choose 1 or 2 or 4 or 8 or 16 or 32, or a multiple of 3"):
+        from_mapping(TrainSection, sizes, "train")
