@@ -6,20 +6,24 @@
     compute         overlapped without the transfers of rows, see bench_tap
     communication   those transfers alone, back to back
 
+The last two are refused for back ends whose transfers leave more than rows: `direct`, `deepep` and `nccl_ep` learn in
+the same kernels where rows lie. Then the bound (`floor_us`) and the share hidden by step times are not there either.
+
 All work on the same tokens. unsplit to split is the price of splitting, split to overlapped the gain of overlapping.
 With M = 1 the first three are one and the same, called unsplit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from moe_ep.dispatch import Dispatcher
 from moe_ep.errors import MoEError, Unavailable
 from moe_ep.tracing import step_range
 
@@ -79,6 +83,16 @@ def plans(level: str, pass_: str, num: int, reserves: Sequence[int | None]) -> l
     return found + [
         Plan(level=level, pass_=pass_, num=num, variant=name, reserve_sms=0) for name in ("compute", "communication")
     ]
+
+
+@contextmanager
+def _unheard(dispatcher: Dispatcher) -> Iterator[None]:
+    """What fails inside fails on every rank alike: nobody is told, and no group is given up for it."""
+    alarm, dispatcher.alarm = dispatcher.alarm, None
+    try:
+        yield
+    finally:
+        dispatcher.alarm = alarm
 
 
 @dataclass(slots=True)
@@ -191,11 +205,14 @@ class StackCase(Case):
         """Computation alone; or what it would have sent, prepared by a run that is not timed."""
         alone = self.plan.variant == "compute"
         try:
-            with self.tap.silenced(keep=not alone):
+            with self.tap.silenced(keep=not alone), _unheard(self.dispatcher):
                 self._compute(pieces, watch if alone else Untimed())
         except (AssertionError, AttributeError, TypeError) as err:
-            reason = str(err) or type(err).__name__
-            raise Unavailable(f"dispatcher '{self.candidate}' cannot compute without its transfers: {reason}") from err
+            self.tap.forget()
+            raise Unavailable(
+                f"dispatcher '{self.candidate}' cannot compute without its transfers, which leave more than rows "
+                f"(places, counts or a handle) that nothing can stand in for: {str(err) or type(err).__name__}"
+            ) from err
         if not alone:
             watch.begin()
             with step_range(self.tap.iteration):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moe_ep.dispatch import Ticket, register_dispatcher, transfer
 from moe_ep.dispatch.all2all import All2All
+from moe_ep.permute import ExpertInput
 from moe_ep.routing import Routing
 from moe_ep.testing.ranks import RankPool
 from tools.bench_candidates import Candidate
@@ -68,6 +69,17 @@ class RowsOfOthers(All2All):
         super()._dispatch_preprocess(ticket, x_TH, changed)
 
 
+@register_dispatcher("leaves_places")
+class LeavesPlaces(All2All):
+    """As back ends with kernels of their own: its transfers stand in no log, and leave integers beside the rows."""
+
+    def _dispatch_postprocess(self, ticket: Ticket) -> ExpertInput:
+        flown = ticket.state.flight._forward
+        assert flown.alarm is not None, "no places"  # what stands in for a transfer has none
+        flown.alarm.party.unlogged = True
+        return super()._dispatch_postprocess(ticket)
+
+
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
     with RankPool(2, timeout_s=60) as ranks:
@@ -114,6 +126,20 @@ def test_every_variant_has_a_row(pool: RankPool, level: str) -> None:
             assert row["ratio"] == pytest.approx(row["us_p50"] / row["floor_us"], abs=1e-3)
     text = "\n".join(domino_lines(rows))
     assert text.count("M  unsplit") == 4 and f"{level} T,H,I,E,K=16,8,8,4,2 R=2" in text
+
+
+def test_a_back_end_whose_transfers_leave_more_than_rows_is_measured_without_its_halves(pool: RankPool) -> None:
+    """And its group serves on: all2all is measured behind it."""
+    rows, abort = pool.run(measure, replace(STACK, dispatchers=("leaves_places",)))[0]
+    assert abort == "" and len(rows) == 10
+    for row in rows:
+        half = row["variant"] in ("compute", "communication")
+        refused = half and row["dispatcher"] == "leaves_places"
+        assert row["status"] == ("refused" if refused else "ok")
+        if refused:
+            assert "leave more than rows (places, counts or a handle) that nothing can stand in for" in row["reason"]
+        assert (row["floor_us"] is None) == (half or row["dispatcher"] == "leaves_places")
+    assert "leaves_places" in "\n".join(domino_lines(rows))
 
 
 @pytest.mark.parametrize(
