@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from moe_ep import Ticket, moe_layers
+from moe_ep import Ticket, close_dispatchers, moe_layers
 from moe_ep.dispatch.transfer import Flight
 from moe_ep.recompute import recompute_context_fn, recompute_region
 from moe_ep.replica.lease import Lease
@@ -152,6 +152,7 @@ def body_steady(
     group: dist.ProcessGroup, rank: int, changes: dict[str, Any], recompute: bool, ahead: bool
 ) -> list[list[int]]:
     """What is left behind steps 3 and 12: lanes, free ones, tickets, transfers, communications in flight, leases."""
+    close_dispatchers(group)  # lanes of other tests go with them
     model = small_stack(group, changes, dense=(False, True, False))
     for layer in model.layers:
         layer.recompute_in(recompute_region if recompute else None)  # type: ignore[operator]
