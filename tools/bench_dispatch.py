@@ -5,6 +5,7 @@
     torchrun --nproc-per-node 4 tools/bench_dispatch.py --dispatchers agrs --shape 64,32,48,8,2 --pass fwd,fwd+bwd
     torchrun --nproc-per-node 2 tools/bench_dispatch.py --shape dsv3 qwen3 mixtral --skew 1,1.5 --level stage,layer \
         --out tools/results/dispatch-H200x2.jsonl
+    torchrun --nproc-per-node 2 tools/bench_dispatch.py --level layer --pass fwd+bwd --skew 1,1.7 --replica-slots 0,2
     torchrun --nproc-per-node 2 tools/bench_dispatch.py --dispatchers direct:capacity_factor=1.2:expand=true,direct
 
 The ranks of the launch are the expert-parallel group. With GPUs each rank takes one and uses NCCL and bfloat16, without
@@ -160,7 +161,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--nccl-ctas", type=int, help="thread blocks of a collective of NCCL, which decides itself otherwise")
     add("--trace", metavar="DIR", help="keep a trace of one iteration of each candidate, one file a rank")
     add("--kernels", default="auto", choices=("auto", "cuda", "torch"), help="what moves rows on GPUs")
-    add("--replica-slots", default="0", help="0")
+    add("--replica-slots", default="0", help="of layers: S copies of hot experts that a rank can hold; 0: none")
     add("--dtype", help=f"{', '.join(DTYPES)}; default bfloat16 on GPUs, float32 on CPU")
     add("--iterations", type=int, default=20, help="timed ones, each with a new routing")
     add("--warmup", type=int, default=5)

@@ -7,17 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_ep.config import MoEConfig
+from moe_ep.config import MoEConfig, ReplicaConfig
 from moe_ep.dispatch import build_dispatcher
+from moe_ep.experts import find_experts
 from moe_ep.layer import MoELayer
 from moe_ep.losses import RouterAux
+from moe_ep.permute import ExpertInput
+from moe_ep.replica.build import build_runtime, check_replicas
 from moe_ep.router import Router
 from moe_ep.routing import Routing
 
 from .bench_candidates import Candidate
 from .bench_case import BOTH, Case, Figure, need_grad
 from .bench_check import LAYER_SAMPLES, Check, LayerSample, check_layer, sample_tokens
-from .bench_setting import Setting
+from .bench_setting import Setting, sum_ranks
 from .rows import dtype_name
 from .timing import Stopwatch
 
@@ -52,17 +55,24 @@ class ScriptedRouter(nn.Module):
 
 
 class BenchLayer:
-    """A MoELayer on its device, routed by a script, that keeps what its experts were handed."""
+    """A MoELayer on its device, routed by a script, that keeps what its experts were handed.
 
-    def __init__(self, candidate: Candidate, experts: str, setting: Setting) -> None:
+    Attributes:
+        counts: of each run, rows of each expert and slot of this rank, and which expert is in each slot.
+    """
+
+    def __init__(self, candidate: Candidate, experts: str, setting: Setting, slots: int = 0) -> None:
         shape, place = setting.shape, setting.place
-        self.candidate = candidate
+        self.candidate, self.slots, self.place = candidate, slots, place
         config = MoEConfig(
             hidden_size=shape.H, expert_intermediate_size=shape.I, num_experts=shape.E, top_k=shape.K,
             dtype=dtype_name(setting.dtype), max_tokens=shape.T, dispatcher=candidate.name, experts=experts,
-            aux_loss="none", **{"kernels": setting.kernels} | candidate.values,
+            aux_loss="none", replica=ReplicaConfig(slots=slots), **{"kernels": setting.kernels} | candidate.values,
         )  # fmt: skip
-        build_dispatcher(config.dispatch(), place.group)  # which the layer then shares
+        check_replicas(config, place.group)
+        # which the layer then shares, as it does what copies its experts
+        dispatcher = build_dispatcher(config.dispatch(place.num_ranks), place.group)
+        build_runtime(config, dispatcher, find_experts(experts))
         with torch.device("meta"):  # a model's own initial values are drawn on the CPU, which takes minutes here
             module = MoELayer(config, place.group)
         self.module = module.to_empty(device=place.device)
@@ -72,8 +82,24 @@ class BenchLayer:
                 parameter.normal_(0, config.init_std, generator=generator)
         self.router = ScriptedRouter(self.module.router)
         self.module.router = self.router  # type: ignore[assignment]
-        self.counts: list[Tensor] = []
-        self.module.experts.register_forward_pre_hook(lambda _, args: self.counts.append(args[0].tokens_per_expert))
+        self.counts: list[tuple[Tensor, Tensor | None]] = []
+        self.module.experts.register_forward_pre_hook(self._count, with_kwargs=True)
+
+    def _count(self, module: nn.Module, args: tuple[ExpertInput], given: dict[str, Any]) -> None:
+        held = given["replicas"].plans[0].instances[self.place.rank] if "replicas" in given else None
+        self.counts.append((args[0].tokens_per_expert, held))
+
+    def taken(self) -> Tensor:
+        """Rows of each expert [E] that this rank computed in the last run. Which instances it has says the plan."""
+        ((rows, held),) = self.counts
+        self.counts.clear()
+        experts, num_local = self.module.config.num_experts, self.module.experts.w_down.shape[0]
+        first = self.module.experts.first_expert
+        ids = torch.arange(first, first + num_local, device=rows.device)
+        if held is not None:
+            held = held.to(rows.device)
+            ids = torch.cat([ids, torch.where(held < 0, experts, held).long()])
+        return rows.new_zeros(experts + 1, dtype=torch.int64).index_add_(0, ids, rows.long())[:experts]
 
 
 class LayerCase(Case):
@@ -109,9 +135,20 @@ class LayerCase(Case):
             for name, parameter in self.layer.module.named_parameters():
                 need_grad(parameter, "the layer", name)
         self._y = y.detach()
-        (tokens_per_expert,) = self.layer.counts
-        self.layer.counts.clear()
-        self.expect_rows(iteration, tokens_per_expert)
+        rows_E = self.layer.taken()
+        first, num_local = self.layer.module.experts.first_expert, self.setting.num_local
+        if self.layer.slots:
+            rows_E = sum_ranks(rows_E, self.setting.place)  # an expert's rows are where its copies are
+        self.expect_rows(iteration, rows_E[first : first + num_local])
+
+    def row_values(self) -> dict[str, Any]:
+        """See Case."""
+        return {"S": self.layer.slots}
+
+    @property
+    def label(self) -> str:
+        """See Case."""
+        return f"{super().label}-S{self.layer.slots}" if self.layer.slots else super().label
 
     def check(self, iteration: int) -> Check:
         """See check_layer. Of the parameters' gradients only their presence is looked at, by `run`."""

@@ -78,7 +78,11 @@ class Options:
         self._check_stacks()
         _ = self.candidates
         for slots in self.replica_slots:
-            require(slots == 0, f"replica-slots = {slots} is not measured here: no level copies experts; take 0")
+            require(slots >= 0, f"replica-slots must not be negative, got {slots}")
+            require(
+                slots == 0 or "layer" in self.levels,
+                f"replica-slots = {slots} is measured at level layer, where experts are copied; add it to --level",
+            )
         require(self.iterations >= 1, f"iterations must be at least 1, got {self.iterations}")
         require(self.warmup >= 1, f"warmup must be at least 1 (the first call builds things), got {self.warmup}")
 

@@ -144,9 +144,14 @@ def _recipes(
         for pass_ in options.passes:
             yield {"pass_": pass_}, functools.partial(StageCase, candidate, pass_, setting)
     else:
-        layer = functools.cache(lambda: BenchLayer(candidate, options.experts, setting))  # passes share its weights
-        for pass_ in options.passes:
-            yield {"pass_": pass_}, lambda pass_=pass_: LayerCase(layer(), pass_, setting)  # type: ignore[misc]
+        for slots in options.replica_slots:
+            layer = functools.cache(functools.partial(BenchLayer, candidate, options.experts, setting, slots))
+            for pass_ in options.passes:  # which share the layer's weights
+                yield {"pass_": pass_, "S": slots}, functools.partial(_layer_case, layer, pass_, setting)
+
+
+def _layer_case(layer: Callable[[], BenchLayer], pass_: str, setting: Setting) -> Case:
+    return LayerCase(layer(), pass_, setting)
 
 
 def _warm_up(iterations: int, cases: Sequence[Case], watch: Stopwatch) -> Problem | None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .domino_table import domino_lines
+from .replica_lines import replica_lines
 from .rows import Row
 
 CPU_NOTE = "CPU/gloo: these times show that everything runs and is right; they are not performance."
 COLUMNS = (
-    *("level", "stage", "pass", "dispatcher", "form", "T,H,I,E,K", "R", "skew"),
+    *("level", "stage", "pass", "dispatcher", "form", "T,H,I,E,K", "R", "S", "skew"),
     *("p50 us", "p10", "p90", "x floor", "err"),
 )
 
@@ -23,7 +24,7 @@ def print_table(header: Row, rows: Sequence[Row], on_cpu: bool) -> None:
     widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))] if lines else []
     for line in lines:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
-    for text in domino_lines(rows):
+    for text in [*domino_lines(rows), *replica_lines(rows)]:
         print(text)
     for row in rows:
         if row["status"] != "ok":
@@ -43,4 +44,13 @@ def _cells(row: Row) -> tuple[str, ...]:
     times = [f"{row[name]:.1f}" for name in ("us_p50", "us_p10", "us_p90")]
     ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
     words = [row["level"], row["stage"] or "-", row["pass"], _candidate(row), row["form"] or "-"]
-    return (*words, sizes, str(row["R"]), f"{row['skew_realised']:.2f}", *times, ratio, f"{row['err']:.1e}")
+    return (
+        *words,
+        sizes,
+        str(row["R"]),
+        str(row["S"]),
+        f"{row['skew_realised']:.2f}",
+        *times,
+        ratio,
+        f"{row['err']:.1e}",
+    )
