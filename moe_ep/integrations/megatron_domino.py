@@ -6,12 +6,13 @@ forward and in backward. Values are those of the M pieces as micro-batches of th
 layer and loss see the whole batch.
 
 What is not served is refused by name (`megatron_limits.DOMINO_LIMITS`): tensor, context and pipeline parallelism,
-recompute of whole layers, hidden dropout, fp8, multi-token prediction, offloading; at the call: packed sequences,
+hidden dropout, fp8, multi-token prediction, offloading; at the call: packed sequences,
 cross-attention, attention bias. With an inference context the forward is Megatron's own.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
@@ -32,6 +33,7 @@ from ..schedule import Link
 from .megatron_dispatcher import expert_arguments, routing_of, with_tail
 from .megatron_layer import MegatronMoELayer, expert_output
 from .megatron_limits import DOMINO_LIMITS, refuse, refuse_recompute, scaled_for_pieces
+from .megatron_recompute import first_choice, set_recompute
 
 WHO = "several micro-batches in one layer"
 SHARED_BY_ALL = ("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "rotary_pos_cos_sin")
@@ -53,12 +55,14 @@ class _Routed:
         self.layer = layer
         self.dispatcher: Dispatcher = layer.dispatcher
         self.layer_index: int = layer.token_dispatcher.layer_index
+        self.recomputed = False
 
     def prepare(
         self, n: Tensor, padding: Tensor | None, *, micro_batch: int, waits: frozenset[Link], num_micro_batches: int
     ) -> _Flight:
         mask = None if padding is None else padding.transpose(0, 1).bool()
-        probs, routing_map = self.layer.route(n, mask)
+        with first_choice(self.layer.router) if self.recomputed else contextlib.nullcontext():
+            probs, routing_map = self.layer.route(n, mask)
         routing = routing_of(routing_map, probs, self.dispatcher.config.top_k)
         ticket = self.dispatcher.dispatch_preprocess(
             n.reshape(-1, n.shape[-1]),
@@ -89,8 +93,8 @@ class _Piecewise(DominoLayer):
         super().__init__()
         self.inputs = inputs
         self.native = (layer,)  # not a submodule: the block owns it
-        routed = _Routed(layer.mlp) if isinstance(layer.mlp, MegatronMoELayer) else None
-        self.moe = cast("MoELayer | None", routed)
+        self.routed = _Routed(layer.mlp) if isinstance(layer.mlp, MegatronMoELayer) else None
+        self.moe = cast("MoELayer | None", self.routed)
 
     def attention_of(self, micro_batch: int, x: Tensor) -> tuple[Tensor, Tensor]:
         (layer,) = self.native
@@ -177,6 +181,9 @@ class DominoTransformerBlock(TransformerBlock):
         padding = [piece.pop("padding_mask", None) for piece in pieces]
         xs = [piece.contiguous() for piece in x_SBH.chunk(len(pieces), dim=1)]
         layers = [_Piecewise(layer, list(pieces)) for layer in self.layers]
+        for layer in set_recompute(layers, self.config) if self.training else ():
+            if layer.routed is not None:
+                layer.routed.recomputed = True
         dispatchers = {layer.moe.dispatcher: None for layer in layers if layer.moe is not None}
         try:
             pending, _ = launch(layers, xs, padding)

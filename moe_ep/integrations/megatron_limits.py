@@ -11,7 +11,7 @@ from ..config import nearest
 from ..errors import RecipeError, Unavailable
 
 TRIED = ("0.16.1", "0.19.2")
-# modules that keep one state per layer between a layer's forward and its end cannot hold several micro-batches
+# selective recompute of these holds several micro-batches; others keep one state per layer until its backward
 RECOMPUTED_BY_ONE = ("core_attn", "mla_up_proj", "moe_act", "shared_experts")
 
 
@@ -31,6 +31,10 @@ def _one(value: Any) -> bool:
     return value is None or value == 1
 
 
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
 _OVERLAP = "it drives Megatron's own dispatchers stage by stage; interleave micro-batches with use_domino instead"
 _PADDING = "rows are neither dropped nor padded here; unset it"
 
@@ -47,6 +51,8 @@ LAYER_LIMITS = (
     Limit("moe_router_padding_for_quantization", _off, _PADDING),
     Limit("moe_router_padding_for_fp8", _off, _PADDING),
     Limit("moe_expert_rank_capacity_factor", lambda v: v is None, _PADDING),
+    Limit("moe_token_dropping", _off, _PADDING),
+    Limit("moe_pad_experts_for_cuda_graph_inference", _off, _PADDING),
     Limit("moe_paged_stash", _off, "it needs rows padded to a capacity; unset it"),
     Limit("cuda_graph_impl", _off, "tickets are not restored by a graph's replay; set it to 'none'"),
     Limit("enable_cuda_graph", _off, "tickets are not restored by a graph's replay; unset it"),
@@ -61,14 +67,22 @@ DOMINO_LIMITS = (
     Limit("hidden_dropout", _off, "the routed experts' output is added where it arrives, without dropout; set it to 0"),
     Limit("moe_latent_size", lambda v: v is None, "the projection behind the experts is not interleaved; unset it"),
     Limit("mtp_num_layers", _off, "multi-token prediction layers are not interleaved; unset it"),
-    Limit("recompute_granularity", lambda v: v in (None, "selective"), "whole layers are not recomputed; unset it or"
-          " set it to 'selective'"),
     Limit("mlp_chunks_for_training", _one, "it cuts the micro-batch in another way; set it to 1"),
     Limit("fp8", _off, "its scaling context spans one micro-batch; unset it"),
     Limit("fp4", _off, "its scaling context spans one micro-batch; unset it"),
     Limit("cpu_offloading", _off, "it keeps one state per layer; unset it"),
     Limit("fine_grained_activation_offloading", _off, "it keeps one state per layer; unset it"),
     Limit("fp32_residual_connection", _off, "routed experts answer in their own dtype; unset it"),
+)  # fmt: skip
+
+_CHOICE = "its choice of experts cannot be replayed when a layer is computed again; "
+RECOMPUTE_LIMITS = (
+    Limit("moe_router_fusion", _off, _CHOICE + "unset it"),
+    Limit("moe_router_load_balancing_type", lambda v: not {"sinkhorn", "quantile_balancing"}.intersection(_listed(v)),
+          _CHOICE + "use 'aux_loss', 'seq_aux_loss', 'global_aux_loss' or 'none'"),
+    Limit("moe_router_force_biased", lambda v: v is None, _CHOICE + "unset it"),
+    Limit("use_te_rng_tracker", _off, "its random states cannot be set back; unset it"),
+    Limit("distribute_saved_activations", _off, "a layer's inputs are kept whole; unset it"),
 )  # fmt: skip
 
 
@@ -84,20 +98,38 @@ def refuse(config: Any, limits: Iterable[Limit], who: str) -> None:
             raise RecipeError(f"{flag} = {value!r} is not supported by {who}: {why}")
 
 
+def selected_modules(config: Any) -> set[str]:
+    """Modules of selective recompute."""
+    on = getattr(config, "recompute_granularity", None) == "selective"
+    return set(config.recompute_modules or ()) if on else set()
+
+
 def refuse_recompute(config: Any, who: str) -> None:
-    """Selective recompute of what would keep one state for several micro-batches.
+    """Recompute that is not served where several micro-batches are in one layer.
 
     Raises:
-        RecipeError: the modules, and those that work.
+        RecipeError: the flag, its value and what works.
     """
-    if getattr(config, "recompute_granularity", None) != "selective":
-        return
-    strange = sorted(set(config.recompute_modules or ()) - set(RECOMPUTED_BY_ONE))
+    modules, whole = selected_modules(config), getattr(config, "recompute_granularity", None) == "full"
+    strange = sorted(modules - {*RECOMPUTED_BY_ONE, "moe"})
     if strange:
         raise RecipeError(
-            f"recompute_modules = {strange} is not supported by {who}: they keep one state per layer, or dispatch "
-            f"again in backward; these work: {', '.join(RECOMPUTED_BY_ONE)}"
+            f"recompute_modules = {strange} is not supported by {who}: they keep one state per layer; these work: "
+            f"{', '.join(RECOMPUTED_BY_ONE)}, moe"
         )
+    inside = sorted(modules & {"moe_act", "shared_experts"})
+    if "moe" in modules and inside:
+        raise RecipeError(
+            f"recompute_modules = {inside} is not supported by {who} beside 'moe', which computes them again already; "
+            "leave them out"
+        )
+    if whole and config.recompute_method == "uniform" and config.recompute_num_layers != 1:
+        raise RecipeError(
+            f"recompute_num_layers = {config.recompute_num_layers} is not supported by {who} with recompute_method = "
+            "'uniform': each layer is recomputed by itself; set it to 1"
+        )
+    if whole or "moe" in modules:
+        refuse(config, RECOMPUTE_LIMITS, f"recompute with {who}")
 
 
 def scaled_for_pieces(config: Any, who: str) -> None:

@@ -103,6 +103,38 @@ def on_cpu() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def one_tracker() -> Iterator[None]:
+    """Inside of `on_cpu`: Megatron's tracker of random states itself, with a CPU's states."""
+    from megatron.core.tensor_parallel import random
+
+    tracker = random.CudaRNGStatesTracker()
+    tracker.set_states({"model-parallel-rng": torch.Generator().manual_seed(7).get_state()})
+    with contextlib.ExitStack() as stack:
+        for module in [m for n, m in sorted(sys.modules.items()) if n.startswith("megatron.core")]:
+            if hasattr(module, "get_cuda_rng_tracker"):
+                stack.enter_context(mock.patch.object(module, "get_cuda_rng_tracker", lambda *_, **__: tracker))
+        yield
+
+
+@contextlib.contextmanager
+def logging_to(found: list[tuple[str, int]]) -> Iterator[None]:
+    """(name, layer) of each loss that a router logs."""
+    from megatron.core.transformer.moe import router
+
+    def note(name: str, _: Any, layer: int | None, *__: Any, **___: Any) -> None:
+        if layer is not None:
+            found.append((name, layer))
+
+    class Tracker:
+        record = staticmethod(lambda name, value=None, layer_number=None, *_, **__: note(name, value, layer_number))
+
+    old = hasattr(router, "save_to_aux_losses_tracker")
+    name, value = ("save_to_aux_losses_tracker", note) if old else ("get_moe_metrics_tracker", Tracker)
+    with mock.patch.object(router, name, value):
+        yield
+
+
+@contextlib.contextmanager
 def parallel(expert_ranks: int, **sizes: int) -> Iterator[None]:
     """Megatron's process groups over all ranks."""
     from megatron.core import parallel_state

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from tests.ranks.test_megatron import build
 
 pytest.importorskip("megatron.core", reason="Megatron-Core is not installed (moe-ep[megatron])")
 
+WHOLE: dict[str, Any] = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "shared experts": dict(moe_shared_expert_intermediate_size=24, moe_shared_expert_gate=False),
@@ -26,7 +29,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
         moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.01, calculate_per_token_loss=True
     ),
     "core attention recomputed": dict(recompute_granularity="selective", recompute_modules=["core_attn"]),
-}
+    "MoE layers recomputed": dict(
+        recompute_granularity="selective", recompute_modules=["moe", "core_attn"], moe_layer_freq=[0, 1]
+    ),
+    "all recomputed": dict(WHOLE, moe_layer_freq=[0, 1], moe_shared_expert_intermediate_size=24),
+    "the first layer recomputed, groups, losses": dict(
+        WHOLE, recompute_method="block", moe_router_num_groups=4, moe_router_group_topk=2,
+        calculate_per_token_loss=True, moe_router_load_balancing_type="seq_aux_loss", moe_aux_loss_coeff=0.01,
+        moe_z_loss_coeff=0.001,
+    ),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +103,71 @@ def test_values_are_those_of_the_pieces_one_by_one(pool: RankPool, name: str, pi
             assert error <= 2e-6 * grad.double().norm(), parameter
 
 
+def test_a_second_pass_neither_counts_nor_logs_nor_chooses_again(pool: RankPool) -> None:
+    for (grads, counters, logged, _), (again_grads, again_counters, again_logged, ids) in pool.run(computed_twice):
+        assert all(torch.equal(again_grads[name], grad) for name, grad in grads.items())
+        assert sum(map(torch.Tensor.sum, counters)) > 0 and len(logged) == 2 * 2 * 2
+        assert all(map(torch.equal, again_counters, counters)) and again_logged == logged
+        assert len(ids) == 2 * 2 * 2, "two layers, two pieces, two passes"
+        first, second = ids[:4], [ids[6], ids[7], ids[4], ids[5]]  # backward reaches the last layer first
+        assert all(map(torch.equal, first, second)), "though the router was given other logits"
+        assert not torch.equal(first[0], first[1])
+
+
+def computed_twice(group: Any, rank: int) -> Any:
+    changes = dict(
+        moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, calculate_per_token_loss=True,
+        moe_router_load_balancing_type="global_aux_loss", moe_aux_loss_coeff=0.01, moe_z_loss_coeff=0.001,
+    )  # fmt: skip
+    with cpu.on_cpu(), cpu.parallel(2):
+        plain, whole = recorded(rank, changes, False), recorded(rank, {**changes, **WHOLE}, False)
+        return plain, (*whole[:3], recorded(rank, {**changes, **WHOLE}, True)[3])
+
+
+def test_a_second_pass_drops_what_the_first_one_dropped(pool: RankPool) -> None:
+    for plain, dropped, again in pool.run(with_dropout):
+        assert all(torch.equal(again[name], grad) for name, grad in dropped.items())
+        assert not torch.equal(dropped["embedding.word_embeddings.weight"], plain["embedding.word_embeddings.weight"])
+
+
+def with_dropout(group: Any, rank: int) -> Any:
+    found = []
+    with cpu.on_cpu(), cpu.parallel(2):
+        for changes in ({}, dict(attention_dropout=0.5), dict(WHOLE, attention_dropout=0.5)):
+            with cpu.one_tracker():
+                found.append(recorded(rank, changes, False)[0])
+    return found
+
+
+def recorded(rank: int, changes: dict[str, Any], disturbed: bool) -> tuple[Any, ...]:
+    """Gradients, the routers' counters, losses that they logged, and the ids of all dispatches in one step."""
+    from moe_ep.integrations.megatron import moe_layers, use_domino
+    from moe_ep.recompute import in_second_pass
+
+    model, logged, ids = use_domino(build("all2all", **changes), 2), list[Any](), list[Tensor]()
+    with contextlib.ExitStack() as stack:
+        for router in [layer.router for layer in moe_layers(model)]:
+            gating = router.gating
+
+            def other(x: Tensor, gating: Any = gating) -> Tensor:
+                logits: Tensor = gating(x)
+                return logits.flip(-1) if disturbed and in_second_pass() else logits
+
+            stack.enter_context(mock.patch.object(router, "gating", other))
+        (inner,) = {layer.dispatcher for layer in moe_layers(model)}
+        preprocess = inner.dispatch_preprocess
+
+        def note(x: Tensor, routing: Any, **others: Any) -> Any:
+            ids.append(routing.expert_ids)
+            return preprocess(x, routing, **others)
+
+        stack.enter_context(mock.patch.object(inner, "dispatch_preprocess", note))
+        stack.enter_context(cpu.logging_to(logged))
+        run(model, cpu.batch(rank, 0)).sum().backward()
+    counters = [b.clone() for layer in moe_layers(model) for _, b in sorted(layer.router.named_buffers())]
+    return gradients(model), counters, logged, ids
+
+
 def test_communication_of_one_piece_is_launched_beside_another(pool: RankPool) -> None:
     """The stages of two layers and two pieces, in the order of the schedule, forward; and all of them in backward."""
     expected = []
@@ -137,10 +214,9 @@ class SingleFile(All2All):
 
 REFUSED: dict[str, dict[str, Any]] = {
     "hidden_dropout": dict(hidden_dropout=0.1),
-    "recompute_granularity": dict(
-        recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
-    ),
-    "recompute_modules": dict(recompute_granularity="selective", recompute_modules=["moe"]),
+    "recompute_num_layers": dict(WHOLE, recompute_num_layers=2),
+    "recompute_modules": dict(recompute_granularity="selective", recompute_modules=["layernorm"]),
+    "moe_router_load_balancing_type": dict(WHOLE, moe_router_load_balancing_type="sinkhorn"),
     "moe_aux_loss_coeff": dict(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.01),
 }  # fmt: skip
 

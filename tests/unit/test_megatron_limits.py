@@ -12,6 +12,7 @@ from moe_ep import RecipeError
 from moe_ep.integrations.megatron_limits import (
     DOMINO_LIMITS,
     LAYER_LIMITS,
+    RECOMPUTE_LIMITS,
     TRIED,
     check_version,
     known_options,
@@ -40,7 +41,8 @@ WRONG: dict[str, Any] = {
     "moe_latent_size": 64,
     "mtp_num_layers": 1,
     "mlp_chunks_for_training": 2,
-    "recompute_granularity": "full",
+    "moe_router_load_balancing_type": ["aux_loss", "sinkhorn"],
+    "moe_router_force_biased": 0.5,
     "fp8": "hybrid",
     "fp4": "e2m1",
 }
@@ -56,7 +58,7 @@ def test_a_plain_configuration_is_served() -> None:
     scaled_for_pieces(config(), "it")
 
 
-@pytest.mark.parametrize("limit", (*LAYER_LIMITS, *DOMINO_LIMITS), ids=lambda limit: limit.flag)
+@pytest.mark.parametrize("limit", (*LAYER_LIMITS, *DOMINO_LIMITS, *RECOMPUTE_LIMITS), ids=lambda limit: limit.flag)
 def test_each_flag_is_refused_by_its_name(limit: Any) -> None:
     value = WRONG.get(limit.flag, True)
     with pytest.raises(RecipeError) as caught:
@@ -65,9 +67,24 @@ def test_each_flag_is_refused_by_its_name(limit: Any) -> None:
 
 
 def test_recompute_of_what_keeps_one_state_is_refused() -> None:
-    with pytest.raises(RecipeError, match=r"recompute_modules = \['layernorm', 'moe'\]"):
+    with pytest.raises(RecipeError, match=r"recompute_modules = \['layernorm'\].*these work: core_attn, .*moe"):
         refuse_recompute(config(recompute_modules=["core_attn", "moe", "layernorm"]), "it")
-    refuse_recompute(config(recompute_granularity=None, recompute_modules=["moe"]), "it")
+    with pytest.raises(RecipeError, match=r"recompute_modules = \['moe_act'\].*beside 'moe'"):
+        refuse_recompute(config(recompute_modules=["core_attn", "moe", "moe_act"]), "it")
+    refuse_recompute(config(recompute_granularity=None, recompute_modules=["layernorm"]), "it")
+
+
+def test_recompute_of_whole_layers_is_refused_where_routes_cannot_be_replayed() -> None:
+    whole = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    refuse_recompute(config(**whole, moe_router_load_balancing_type="aux_loss"), "it")
+    for changes, said in (
+        (dict(recompute_num_layers=2), "recompute_num_layers = 2 .*set it to 1"),
+        (dict(moe_router_fusion=True), "moe_router_fusion = True .*recompute with it"),
+        (dict(moe_router_load_balancing_type="sinkhorn"), "moe_router_load_balancing_type = 'sinkhorn'"),
+    ):
+        with pytest.raises(RecipeError, match=said):
+            refuse_recompute(config(**{**whole, **changes}), "it")
+    refuse_recompute(config(moe_router_fusion=True), "it")
 
 
 @pytest.mark.parametrize("flag", ["moe_aux_loss_coeff", "moe_z_loss_coeff"])
