@@ -42,15 +42,24 @@ class Training:
         changes: to the layers' configuration, `replica` among them.
         num: M micro-batches that interleave.
         accumulated: groups of them in a step.
+        device: of everything; the dtype is `changes`'.
+        layers: how many.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, changes: dict[str, Any], num: int = 1, accumulated: int = 1, device: str = "cpu"
+        self,
+        group: dist.ProcessGroup,
+        changes: dict[str, Any],
+        num: int = 1,
+        accumulated: int = 1,
+        device: str = "cpu",
+        layers: int = 2,
     ) -> None:
         self.group, self.rank, self.num, self.accumulated, self.device = group, group.rank(), num, accumulated, device
-        self.stack: DominoStack = small_stack(group, SIZES | dict(num_micro_batches=num) | changes, (False, False))
-        self.stack.to(device)
-        self.pull_EH = moe_layers(self.stack)[0].router.weight.detach().clone() * 40
+        self.dtype: torch.dtype = getattr(torch, changes.get("dtype", "float32"))
+        self.stack: DominoStack = small_stack(group, SIZES | dict(num_micro_batches=num) | changes, (False,) * layers)
+        self.stack.to(device, self.dtype)
+        self.pull_EH = moe_layers(self.stack)[0].router.weight.detach().cpu() * 40
         own = {p for layer in moe_layers(self.stack) for p in layer.experts.parameters()}
         self.copies = [p for p in self.stack.parameters() if p not in own]
 
@@ -68,7 +77,7 @@ class Training:
             generator = torch.Generator().manual_seed(1000 * number + 100 * place + 10 * i + self.rank)
             tokens = 0 if self.rank == 1 and (number + i) % 3 == 1 else T - self.rank
             pull = self.pull_EH[number % E] + 0.7 * self.pull_EH[(number + 1) % E]
-            xs.append(torch.randn(T, H, generator=generator)[:tokens].to(self.device) + pull)
+            xs.append((torch.randn(T, H, generator=generator)[:tokens] + pull).to(self.device, self.dtype))
         return xs
 
     def step(self, number: int) -> Step:
@@ -77,7 +86,8 @@ class Training:
         loads: list[list[MoEAux]] = []
         for place in range(self.accumulated):
             ys, auxes = self.stack(self.inputs(number, place))
-            loss = torch.stack([loss_of(y, said) for y, said in zip(ys, auxes, strict=True)]).sum() / (T * H * H * 8)
+            losses = [loss_of(y, said) for y, said in zip(ys, auxes, strict=True)]
+            loss = torch.stack(losses).sum() / (T * H * H * 8)
             loss.backward()
             total, loads = total + loss.detach(), loads + auxes
         dist.all_reduce(total, group=self.group)
