@@ -7,7 +7,9 @@ and the second takes them:
     y = checkpoint(block, x, use_reentrant=False, context_fn=recompute_context_fn)    # or recompute_region(block, x)
 
 Everything that decides an id is inside the op, so a selective checkpointing policy of your own replays as well if it
-saves `SAVED_OPS`. The context here is no such policy, because that runs Python for every op inside the region.
+saves `SAVED_OPS`. The context here is no such policy, because that runs Python for every op inside the region. Where no
+policy, tracer or other mode looks at ops, the function inside is called as it is: torch's way to an op in Python takes
+the host as long as several launches.
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ from .errors import ProtocolError
 from .routing import NO_ROUTE
 
 
-@torch.library.custom_op(
-    "moe_ep::choose_experts",
-    mutates_args=(),
-    schema="(Tensor scores_TE, Tensor alive_T, int top_k, int num_groups) -> Tensor",
-)
+def _watched(tensor: Tensor) -> bool:
+    """Whether somebody has to see an op for what it is: a tracer, a mode, a subclass of tensors."""
+    return torch.compiler.is_compiling() or type(tensor) is not Tensor or torch._C._len_torch_dispatch_stack() > 0
+
+
 def choose_experts(scores_TE: Tensor, alive_T: Tensor, top_k: int, num_groups: int) -> Tensor:
     """Ids of the K/G highest scores inside each of G groups of E/G consecutive experts; the lower id wins a tie.
 
@@ -45,6 +47,11 @@ def choose_experts(scores_TE: Tensor, alive_T: Tensor, top_k: int, num_groups: i
     Returns:
         int64 [T, K], distinct inside a token.
     """
+    choose = _choose_op if _watched(scores_TE) else _choose_experts
+    return choose(scores_TE, alive_T, top_k, num_groups)
+
+
+def _choose_experts(scores_TE: Tensor, alive_T: Tensor, top_k: int, num_groups: int) -> Tensor:
     num_tokens, num_experts = scores_TE.shape
     size = num_experts // num_groups
     # a stable sort, because torch.topk does not say which of two equal values it takes, and CPU and CUDA differ;
@@ -57,16 +64,19 @@ def choose_experts(scores_TE: Tensor, alive_T: Tensor, top_k: int, num_groups: i
     return ids.masked_fill(~alive_T[:, None], NO_ROUTE)
 
 
-@choose_experts.register_fake
+_choose_op = torch.library.custom_op(
+    "moe_ep::choose_experts",
+    _choose_experts,
+    mutates_args=(),
+    schema="(Tensor scores_TE, Tensor alive_T, int top_k, int num_groups) -> Tensor",
+)
+
+
+@_choose_op.register_fake
 def _(scores_TE: Tensor, alive_T: Tensor, top_k: int, num_groups: int) -> Tensor:
     return scores_TE.new_empty((scores_TE.shape[0], top_k), dtype=torch.int64)
 
 
-@torch.library.custom_op(
-    "moe_ep::even_experts",
-    mutates_args=(),
-    schema="(Tensor alive_T, int top_k, int num_experts, int rank, int num_ranks) -> Tensor",
-)
 def even_experts(alive_T: Tensor, top_k: int, num_experts: int, rank: int, num_ranks: int) -> Tensor:
     """Ids of forced balance: n alive tokens load every expert, and every block of E/R experts for every R, evenly.
 
@@ -89,6 +99,11 @@ def even_experts(alive_T: Tensor, top_k: int, num_experts: int, rank: int, num_r
     Returns:
         int64 [T, K].
     """
+    even = _even_op if _watched(alive_T) else _even_experts
+    return even(alive_T, top_k, num_experts, rank, num_ranks)
+
+
+def _even_experts(alive_T: Tensor, top_k: int, num_experts: int, rank: int, num_ranks: int) -> Tensor:
     num_alive = alive_T.sum()
     place_T = alive_T.cumsum(0) - 1
     columns = torch.arange(top_k, device=alive_T.device)
@@ -97,7 +112,15 @@ def even_experts(alive_T: Tensor, top_k: int, num_experts: int, rank: int, num_r
     return ids.masked_fill(~alive_T[:, None], NO_ROUTE)
 
 
-@even_experts.register_fake
+_even_op = torch.library.custom_op(
+    "moe_ep::even_experts",
+    _even_experts,
+    mutates_args=(),
+    schema="(Tensor alive_T, int top_k, int num_experts, int rank, int num_ranks) -> Tensor",
+)
+
+
+@_even_op.register_fake
 def _(alive_T: Tensor, top_k: int, num_experts: int, rank: int, num_ranks: int) -> Tensor:
     return alive_T.new_empty((alive_T.shape[0], top_k), dtype=torch.int64)
 

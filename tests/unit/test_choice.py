@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_ep.config import MoEConfig
-from moe_ep.recompute import choose_experts, even_experts
+from moe_ep.recompute import SAVED_OPS, choose_experts, even_experts
 from moe_ep.router import Router, build_router
 
 H, E, K = 8, 6, 2
@@ -81,9 +84,9 @@ def test_experts_above_255_are_chosen() -> None:
 
 def test_ops_pass_the_library_checks() -> None:
     alive = torch.tensor([True, False, True])
-    torch.library.opcheck(choose_experts, (torch.rand(3, E), alive, K, 2))
-    torch.library.opcheck(choose_experts, (torch.rand(0, E), alive[:0], K, 1))
-    torch.library.opcheck(even_experts, (alive, K, E, 1, 2))
+    torch.library.opcheck(torch.ops.moe_ep.choose_experts.default, (torch.rand(3, E), alive, K, 2))
+    torch.library.opcheck(torch.ops.moe_ep.choose_experts.default, (torch.rand(0, E), alive[:0], K, 1))
+    torch.library.opcheck(torch.ops.moe_ep.even_experts.default, (alive, K, E, 1, 2))
 
 
 # ---- forced balance ----
@@ -146,3 +149,25 @@ def test_forced_balance_interleaves_over_ranks() -> None:
         build_router(config(top_k=1, force_balance=True), 0, rank=r, num_ranks=3)(rows(5))[1].load for r in range(3)
     ]
     assert spread(torch.stack(loads).sum(0)) == 1 and sum(int(load.sum()) for load in loads) == 15
+
+
+class Noting(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = set[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_whoever_looks_at_ops_sees_one_and_nobody_else_pays_for_it() -> None:
+    scores, alive = torch.rand(5, E), everyone(5)
+    choices = (lambda: choose_experts(scores, alive, K, 1), lambda: even_experts(alive, K, E, 0, 1))
+    for choose, op in zip(choices, SAVED_OPS, strict=True):
+        with Noting() as mode:
+            watched = choose()
+        assert str(op) in mode.seen and "aten.masked_fill.Scalar" not in mode.seen
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            assert torch.equal(choose(), watched)
+        assert not any(event.key.startswith("moe_ep::") for event in profile.key_averages())
