@@ -114,11 +114,11 @@ class Alarm:
         self.noted += 1
         self.party.logs[self._numbers[group.group_name]].add(call)
 
-    def launched(self, what: str, *, since: int) -> None:
+    def launched(self, what: str, device: torch.device, *, since: int) -> None:
         """A communication was launched: it was noted `since` there were so many, or nobody can make up for it."""
         self.newest = what
         if self.noted == since:
-            self.party.unlogged = True
+            self.party.unlogged, self._device = True, device
 
     def check(self) -> None:
         """Raise if another rank has failed, as soon as all ranks have stopped.

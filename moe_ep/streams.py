@@ -230,7 +230,7 @@ class CommStream:
             return self._launch(what, fn, keep, mark)
         noted = alarm.noted
         flight = self._launch(what, fn, keep, mark)
-        alarm.launched(what, since=noted)
+        alarm.launched(what, self.device, since=noted)
         flight.alarm = alarm
         return flight
 
