@@ -116,6 +116,11 @@ class Session:
             "raise it, let checkpoint.resume name an older checkpoint, or choose another run.name"
         )
         self.ranks.together(lambda: require(step <= steps, text))
+        if step == steps:
+            self.say(
+                f"nothing is left to train: train.steps = {steps} are done; raise it to go on, or start afresh with "
+                "another run.name or checkpoint.resume=never"
+            )
 
     def _banner(self, trainer: Trainer) -> None:
         recipe, ranks, info = self.recipe, self.ranks, trainer.corpus

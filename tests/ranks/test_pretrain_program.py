@@ -70,6 +70,14 @@ def test_the_run_folder_holds_what_a_run_leaves(unbroken):
     assert len(environment["corpus"]["sha256"]) == 64
 
 
+def test_a_finished_run_says_that_nothing_is_left_and_how_to_start_afresh(unbroken, tmp_path):
+    folder, _ = unbroken
+    shutil.copytree(folder / "runs", tmp_path / "runs")
+    job = run(WORLD, [str(write(tmp_path)), *BIAS, "train.steps=8"], tmp_path)
+    assert "nothing is left to train: train.steps = 8 are done; raise it to go on, or start afresh with" in job.text(0)
+    assert "after 8 steps, 0 of them here" in job.text(0)
+
+
 def test_its_traces_can_be_reported_on(unbroken, capsys):
     folder, _ = unbroken
     traces = [str(folder / f"runs/small/trace/rank{rank}.json") for rank in range(WORLD)]
