@@ -48,8 +48,14 @@ def check_replicas(config: MoEConfig, group: dist.ProcessGroup | None) -> None:
             f"replica.slots = {replica.slots} would have no effect on one rank, which computes everything itself; set "
             "it to 0, or give the layer a group of two ranks or more"
         )
+    num_local = config.num_experts // group.size()
+    others = config.num_experts - num_local
+    if replica.slots > others:
+        raise RecipeError(
+            f"replica.slots = {replica.slots} are more than the {others} experts that the other ranks hold, and the "
+            f"rest would stay empty; set it to {others} or fewer"
+        )
     try:
-        num_local = config.num_experts // group.size()
         check_slots(replica.planner, replica.slots, replica.min_quota, num_local, copy_bytes(config))
     except PlanError as err:
         raise RecipeError(str(err)) from err

@@ -235,6 +235,7 @@ def refusals(group: dist.ProcessGroup, rank: int) -> list[str]:
     assert find_experts("one set") is OneSet
     said = [
         said_by(lambda: layer_of(group, replica=dict(slots=1, planner="fixed_rows"))),
+        said_by(lambda: layer_of(group, replica=dict(slots=5))),
         said_by(lambda: layer_of(group, experts="one set")),
     ]
     with mock.patch.object(All2All, "host_syncs", 0):
@@ -244,8 +245,9 @@ def refusals(group: dist.ProcessGroup, rank: int) -> list[str]:
 
 
 def test_what_cannot_compute_replicas_is_refused(pool: RankPool) -> None:
-    for few, foreign, no_counts, loop in pool.run(refusals, num_ranks=2):
+    for few, many, foreign, no_counts, loop in pool.run(refusals, num_ranks=2):
         assert few.startswith("RecipeError: fixed_rows needs a slot for each of the L = 4 experts of a rank")
+        assert many.startswith("RecipeError: replica.slots = 5 are more than the 4 experts that the other ranks hold")
         assert "OneSet defines no compute_sets" in foreign and "or set slots = 0" in foreign
         assert "this dispatcher reads no counts there" in no_counts and "take experts = 'quack'" in no_counts
         assert loop == "nothing"
