@@ -361,7 +361,16 @@ def coerce(value: Any, hint: Any, where: str) -> Any:
         value = float(value) if hint is float else value
     if hint is Any or (isinstance(value, hint) and not (isinstance(value, bool) and hint is not bool)):
         return value
-    raise RecipeError(f"{where} = {value!r} must be {hint.__name__}, got {type(value).__name__}")
+    raise RecipeError(f"{where} = {value!r} must be {hint.__name__}, got {type(value).__name__}{_way_out(value, hint)}")
+
+
+def _way_out(value: Any, hint: Any) -> str:
+    """What to write in place of a value of a type that PyTorch users often try; empty where the type says it."""
+    if dataclasses.is_dataclass(hint):
+        return f"; give a dict of its fields: {', '.join(f.name for f in dataclasses.fields(hint))}"
+    if hint is str and type(value).__module__ == "torch" and str(value).startswith("torch."):
+        return f"; write its name, {str(value).removeprefix('torch.')!r}"
+    return ""
 
 
 def _coerce_any(value: Any, options: list[Any], where: str) -> Any:

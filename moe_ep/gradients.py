@@ -39,7 +39,7 @@ def grad_norm(model: nn.Module, group: dist.ProcessGroup | None, *, norm_type: f
         norm_type: 1, 2, any p > 0, or infinity.
 
     Raises:
-        InputError: norm_type is not above 0, or the experts' shards do not cover the group.
+        InputError: model is no module, norm_type is not above 0, or the experts' shards do not cover the group.
         PeerError: a rank did not come within the group's timeout.
     """
     counted, device = _counted_gradients(model, group)
@@ -67,6 +67,11 @@ def clip_grad_norm_(
 
 def _counted_gradients(model: nn.Module, group: dist.ProcessGroup | None) -> tuple[list[Tensor], torch.device]:
     """The gradients that this rank counts, and the device of the model."""
+    if not isinstance(model, nn.Module):
+        raise InputError(
+            f"model must be an nn.Module, got {type(model).__name__}; parameters alone do not say which of them are "
+            "experts, so give the model itself in place of model.parameters()"
+        )
     rank = dist.get_rank() if dist.is_initialized() else 0
     everybody = [rank] if group is None else dist.get_process_group_ranks(group)
     holders = _expert_holders(model)

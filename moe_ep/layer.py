@@ -370,5 +370,15 @@ def update_routers(model: nn.Module, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def total_aux_loss(auxes: list[MoEAux]) -> Tensor:
-    """Sum over layers of the differentiable losses of one micro-batch, float32 []; no graph where all are off."""
+    """Sum over layers of the differentiable losses of one micro-batch, float32 []; no graph where all are off.
+
+    Raises:
+        InputError: not the list of one micro-batch.
+    """
+    if isinstance(auxes, MoEAux) or any(not isinstance(aux, MoEAux) for aux in auxes):
+        kind = "one MoEAux" if isinstance(auxes, MoEAux) else f"a list of {type(auxes[0]).__name__}"
+        raise InputError(
+            f"auxes must list the MoEAux of every layer for one micro-batch, got {kind}; pass [aux] for a single "
+            "layer, and call it for each micro-batch of a DominoStack by itself"
+        )
     return torch.stack([aux.loss for aux in auxes]).sum() if auxes else torch.zeros(())

@@ -105,6 +105,8 @@ def body_refused(group: dist.ProcessGroup, rank: int) -> None:
         grad_norm(model, None)
     with pytest.raises(InputError, match="max_norm must lie above 0, got 0"):
         clip_grad_norm_(model, 0, group)
+    with pytest.raises(InputError, match=r"must be an nn\.Module, got generator; .* in place of model\.parameters"):
+        clip_grad_norm_(model.parameters(), 1.0, group)
     with pytest.raises(InputError, match="norm_type must lie above 0"):
         grad_norm(model, group, norm_type=0)
 

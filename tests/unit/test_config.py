@@ -171,6 +171,8 @@ def test_a_grouped_router_is_taken_exactly_when_every_group_can_give_its_share(
         (dict(normalize_weights="false"), "normalize_weights = 'false' must be bool, got str"),
         (dict(max_tokens=6.5), "max_tokens = 6.5 must be int, got float"),
         (dict(top_k=2.0), "top_k = 2.0 must be int, got float"),
+        (dict(dtype=torch.bfloat16), "dtype = torch.bfloat16 must be str, got dtype; write its name, 'bfloat16'"),
+        (dict(replica=2), "replica = 2 must be ReplicaConfig, got int; give a dict of its fields: slots, planner,"),
         (dict(init_std="x"), "init_std = 'x' must be float, got str"),
         (dict(options="expand"), "options = 'expand' must be a dict, such as {'expand': True}, or (key, value) pairs"),
         (dict(options=("expand", True)), "options = ('expand', True) must be a dict"),

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_ep import MoELayer, total_aux_loss
 from moe_ep.config import MoEConfig
 from moe_ep.errors import InputError, RecipeError
 from moe_ep.losses import RouterAux, balance_loss, z_loss
@@ -221,3 +222,12 @@ def test_no_tokens_cost_nothing_and_stay_in_the_graph(level: str, masked: bool) 
     aux.loss.backward()
     assert (aux.loss, aux.num_tokens, aux.load.sum()) == (0, 0, 0)
     assert module.weight.grad is not None and not module.weight.grad.any()
+
+
+def test_the_loss_of_a_model_takes_the_list_of_one_micro_batch() -> None:
+    _, aux = MoELayer(config(aux_loss_coef=1.0), None)(rows(4))
+    assert total_aux_loss([aux, aux]) == 2 * aux.loss
+    with pytest.raises(InputError, match=r"got one MoEAux; pass \[aux\] for a single layer"):
+        total_aux_loss(aux)
+    with pytest.raises(InputError, match=r"got a list of list; .* each micro-batch of a DominoStack by itself"):
+        total_aux_loss([[aux], [aux]])  # type: ignore[list-item]
