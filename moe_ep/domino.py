@@ -54,6 +54,7 @@ class Pending:
         in_flight: the tensors of the routed experts' results on their way; not valid before `resolve`.
         ticket, dispatcher: of the micro-batch; None where nothing is under way.
         joining: [..., H], what is added to the routed experts' result before `base` is; None: nothing.
+        lease: of the layer's replicas, if any: their weights set off in backward where this is resolved.
     """
 
     base: Tensor
@@ -61,6 +62,7 @@ class Pending:
     ticket: Ticket | None = None
     dispatcher: Dispatcher | None = None
     joining: Tensor | None = None
+    lease: Lease | None = None
 
     def resolve(self) -> Tensor:
         """Wait for the combine and add it up: the layer's output [..., H]. Once for each pending output.
@@ -80,6 +82,8 @@ class Pending:
         self.ticket.payload, self.in_flight = self.in_flight, ()  # nobody else needs these rows again
         with stage_range("resolve", self.ticket.layer, self.ticket.micro_batch):
             routed = self.dispatcher.combine_postprocess(self.ticket).view(self.base.shape)
+            lease, self.lease = self.lease, None
+            routed = routed if lease is None else lease.bring(routed)
             return self.base + (routed if self.joining is None else routed + self.joining)
 
 
@@ -244,7 +248,15 @@ class _Run:
         payload, ticket.payload = ticket.payload, ()  # one owner: FSDP2 may put others in their place
         ticket.waits = None  # the next layer's schedule says whether it waits; without one, whoever resolves it does
         joining = self.joining.get(i)
-        return Pending(base=self.base[i], in_flight=payload, ticket=ticket, dispatcher=moe.dispatcher, joining=joining)
+        lease = getattr(self.flights[i], "lease", None)
+        return Pending(
+            base=self.base[i],
+            in_flight=payload,
+            ticket=ticket,
+            dispatcher=moe.dispatcher,
+            joining=joining,
+            lease=lease,
+        )
 
     @property
     def _moe(self) -> MoELayer:

@@ -285,7 +285,8 @@ class MoELayer(nn.Module):
     @eager
     def resolve(self, flight: LayerFlight) -> Tensor:
         """combine_postprocess: the routed experts' y [..., H]."""
-        return self.dispatcher.combine_postprocess(flight.ticket).view(flight.x.shape)
+        y = self.dispatcher.combine_postprocess(flight.ticket).view(flight.x.shape)
+        return y if flight.lease is None else flight.lease.bring(y)
 
     def aux_of(self, flight: LayerFlight) -> MoEAux:
         """Losses and loads of a micro-batch."""

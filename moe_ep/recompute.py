@@ -186,6 +186,14 @@ def in_second_pass() -> bool:
     return any(p.replay for p in _active.passes)
 
 
+def may_run_again() -> bool:
+    """Whether this is computed inside of an activation checkpoint, which may compute it again in backward.
+
+    Told by the hooks that a checkpoint puts on saved tensors, whoever made it; other users of such hooks look alike.
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def recompute_context_fn() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """`context_fn` of `torch.utils.checkpoint.checkpoint(use_reentrant=False)`: the second pass replays the ids.
 

@@ -82,6 +82,10 @@ class Lease:
         assert self._replicas is not None, "again before take"
         return self._replicas.again(y)
 
+    def bring(self, y: Tensor) -> Tensor:
+        """See WithReplicas; where the masters came late, nothing can set off before them."""
+        return y if self._replicas is None or self._late is not None else self._replicas.bring(y)
+
     def release(self) -> None:
         """Give the slots back: nobody goes on with this micro-batch. Legal at any time."""
         if self._replicas is not None:

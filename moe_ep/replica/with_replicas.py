@@ -5,15 +5,17 @@
     replicas.join()                                in front of what the experts wait for (else take does it)
     masters, slots = replicas.take()               wait for it; for the experts
     y = replicas.again(experts(replicas.enter(x), masters, slots))
+    y = replicas.bring(combine(y))                 behind what comes home; in backward the weights set off here
 
 Masters belong to the framework. What reaches them in backward is their complete gradient, so that the hooks of FSDP2,
 DDP or Megatron that hang on it see nothing of replicas. As in `dispatch/transfer.py` the reduction is two nodes: the
 one made by `join` launches it when the experts' gradients are there, the one made in the constructor waits, behind
 everything that was made in between (dispatch, router, attention).
 
-In backward the node of `again` brings the weights once more, before the experts' own, and the node of `enter` says that
-they are through with them. Slot tensors are shared by layers and hold another layer's weights meanwhile. Autograd keeps
-references to them, no copies, and without the version counters of buffers that are written in between.
+In backward the node of `bring` launches the weights once more, that of `again` waits for them (or brings them itself)
+before the experts' own, and the node of `enter` says that they are through with them. Slot tensors are shared by layers
+and hold another layer's weights meanwhile. Autograd keeps references to them, no copies, and without the version
+counters of buffers that are written in between.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ProtocolError
+from ..recompute import may_run_again
 from .lanes import Phase, SlotLane
 from .plan import Plan
 from .transport import InFlight
@@ -101,6 +104,16 @@ class WithReplicas:
         self._flight.leave()
         return _Again.apply(self._flight, y, *self._detached()) if torch.is_grad_enabled() else y
 
+    def bring(self, y: Tensor) -> Tensor:
+        """y, what the experts' output has become at home; in backward the weights are on their way from here on.
+
+        Where they cannot be, `again` launches them: a second pass is to come, which brings them, or the framework has
+        not yet given the masters their memory.
+        """
+        if not (torch.is_grad_enabled() and self._flight.brings_early):
+            return y
+        return _Bring.apply(self._flight, y, *self._detached())
+
     def _detached(self) -> Tensors:
         return tuple(master.detach() for master in self._masters)
 
@@ -112,6 +125,7 @@ class Flight:
         self.where, self.phase = where, Phase.IDLE
         self.plan: Plan | None = None
         self.lane: SlotLane | None = None
+        self.brings_early = False
         self._users = self._to_take = self._to_leave = users
         self._weights: InFlight | None = None
         self._grads: InFlight | None = None
@@ -129,6 +143,7 @@ class Flight:
         self.plan, self.lane, self.phase = plan, lane, Phase.FORWARD
         self._launch_weights(masters)
         lane.content = plan if second_pass else None
+        self.brings_early = not may_run_again()
 
     def take(self) -> None:
         """Wait until the slots are filled."""
@@ -149,17 +164,21 @@ class Flight:
         """Nobody goes on with this."""
         self.phase = Phase.IDLE
 
-    def return_to(self, masters: Tensors) -> None:
-        """Backward: hold the lane again, with this layer's weights in it."""
+    def bring(self, masters: Tensors) -> None:
+        """Backward: hold the lane again, with this layer's weights on their way to it; once for all users."""
         if self.phase is Phase.BACKWARD:
-            return  # another micro-batch that shares them brought them
+            return
         assert self.lane is not None and self.plan is not None, "backward without forward"
         self.lane.claim(self)
         self.phase, self._to_leave = Phase.BACKWARD, self._users
         if self.lane.content is not self.plan:
             self._launch_weights(masters)
-            self._wait_weights()
         self.lane.content = None
+
+    def return_to(self, masters: Tensors) -> None:
+        """Backward: hold the lane, with this layer's weights in it."""
+        self.bring(masters)
+        self._wait_weights()
 
     def through(self) -> None:
         """Backward: the experts of one micro-batch have run."""
@@ -248,6 +267,24 @@ class _Enter(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         ctx.flight.through()
         return None, grads[0]
+
+
+class _Bring(torch.autograd.Function):
+    """Behind the combine: in backward the weights set off."""
+
+    @staticmethod
+    def forward(ctx: Any, flight: Flight, y: Tensor, *masters: Tensor) -> Tensor:
+        ctx.flight = flight
+        ctx.save_for_backward(*masters)
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        masters = ctx.saved_tensors
+        # FSDP2 takes the memory of weights away and gives it back in front of their module's backward
+        if all(master.untyped_storage().size() > 0 for master in masters):
+            ctx.flight.bring(masters)
+        return (None, grads[0], *(None for _ in masters))
 
 
 class _Again(torch.autograd.Function):

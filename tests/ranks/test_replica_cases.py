@@ -11,6 +11,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
 from moe_ep import (
     MoEConfig,
@@ -129,6 +132,33 @@ def parts_of_a_gradient(group: dist.ProcessGroup, rank: int) -> list[float]:
 
 def test_gradients_of_some_inputs_only(pool: RankPool) -> None:
     assert max(max(each) for each in pool.run(parts_of_a_gradient, num_ranks=2)) < 1e-6
+
+
+def sharded_as_a_whole(group: dist.ProcessGroup, rank: int, num: int) -> float:
+    """Layers with all that is in them as units of FSDP2 over two ranks that hold the same experts."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    results = []
+    for changes in (ON, {}):
+        training = Training(mesh["ep"].get_group(), changes, num)
+        for layer in training.stack.layers:
+            fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=True)
+            assert isinstance(layer, FSDPModule)
+            layer.set_force_sum_reduction_for_comms(True)
+            layer.set_gradient_divide_factor(1.0)
+        for _ in range(2):
+            ys, _ = training.stack(training.inputs(mesh["dp"].get_local_rank(), 0))
+            torch.stack([y.square().mean() for y in ys]).sum().backward()
+        if changes:
+            assert all(lane.holder is None for lane in training.runtime.lanes)
+        grads = [p.grad for p in training.stack.parameters()]
+        results.append([grad.full_tensor() for grad in grads if isinstance(grad, DTensor)])
+        assert len(results[-1]) == len(grads)
+    return max(float((a - b).norm() / b.norm().clamp_min(1e-9)) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("num", [1, 2])
+def test_a_framework_that_takes_weights_away_in_between(pool: RankPool, num: int) -> None:
+    assert max(pool.run(sharded_as_a_whole, num)) < 1e-5
 
 
 # faults: what a call on one rank makes every rank raise, and the next step works

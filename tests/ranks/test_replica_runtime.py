@@ -78,7 +78,7 @@ def mutant(group: dist.ProcessGroup, rank: int, name: str, steps: int) -> list[S
     planted = {
         "not reduced": (GroupTransport, "_pull", kept),
         "reduced twice": (GroupTransport, "_pull", twice),
-        "not brought again": (Flight, "return_to", not_again),
+        "not brought again": (Flight, "bring", not_again),
     }
     with mock.patch.object(*planted[name]):
         return train(group, rank, ON, steps)
