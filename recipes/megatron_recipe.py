@@ -94,7 +94,8 @@ def _check(loaded: MegatronRecipe) -> None:
         (moe.router == "sigmoid" and not moe.normalize_weights,
          "moe.normalize_weights = false cannot be had with router = 'sigmoid': Megatron always divides",
          "set it to true"),
-        (recipe.replica.slots > 0, f"replica.slots = {recipe.replica.slots} is not served with Megatron's experts",
+        (recipe.replica.slots > 0, f"replica.slots = {recipe.replica.slots} is not served: Megatron's experts take no "
+         "second set of weights",
          "set it to 0, or train with recipes/pretrain.py"),
         (recipe.checkpoint != CheckpointSection(), "[checkpoint] is not served by this program",
          "leave the section out, or train with megatron.training and use_moe_ep"),

@@ -80,12 +80,17 @@ class MegatronMoELayer(MoELayer):
         self.dispatcher: Dispatcher = build_dispatcher(chosen, group if group.size() > 1 else None)
         # The stock dispatcher, built by Megatron just now, holds nothing but settings.
         groups = _Groups(self, pg_collection)
-        self.token_dispatcher = TicketDispatcher(config, groups, self.dispatcher, (self.layer_number or 1) - 1)
+        self.token_dispatcher = TicketDispatcher(config, groups, self.dispatcher, self._index(self.layer_number or 1))
 
     def set_layer_number(self, layer_number: int) -> None:
         """As Megatron's, counting from 1."""
         super().set_layer_number(layer_number)
-        self.token_dispatcher.layer_index = layer_number - 1
+        self.token_dispatcher.layer_index = self._index(layer_number)
+
+    def _index(self, layer_number: int) -> int:
+        """From 0; layers of multi-token prediction, which 0.19 counts from 1 again, are behind the decoder's."""
+        behind = self.config.num_layers if getattr(self, "is_mtp_layer", False) else 0
+        return int(behind + layer_number - 1)
 
     def extra_repr(self) -> str:
         """The resolved dispatcher, as `print(model)` shows it."""
@@ -149,8 +154,13 @@ def moe_spec(native: Any, **options: Any) -> ModuleSpec:
         options: see MegatronMoELayer; they become the spec's params.
 
     Raises:
-        RecipeError: no such layer, unknown option, or a value of `kernels` that does not exist.
+        RecipeError: no such layer, unknown option, copies of hot experts, or a value of `kernels` that does not exist.
     """
+    if "replica" in options:
+        raise RecipeError(
+            "replica is not supported by moe_ep's MoE layer in Megatron: Megatron's experts compute with their own "
+            "parameters and take no second set for copies; leave it out, or use moe_ep.MoELayer"
+        )
     known_options(options, OPTIONS)
     kernels = options.get("kernels", "auto")
     if kernels not in get_args(Kernels):

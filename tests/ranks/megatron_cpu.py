@@ -175,14 +175,14 @@ def layer_spec(config: Any) -> Any:
     return get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
 
 
-def small_gpt(config: Any, spec: Any, seed: int = 1) -> Any:
+def small_gpt(config: Any, spec: Any, seed: int = 1, **others: Any) -> Any:
     """A GPT whose initial values depend on the seed and, for experts, on the rank."""
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     torch.manual_seed(seed)
     model = GPTModel(
         config, spec, vocab_size=32, max_sequence_length=16, position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
+        share_embeddings_and_output_weights=False, **others,
     )  # fmt: skip
     _spread_experts(model, seed)
     return model

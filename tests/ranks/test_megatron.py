@@ -130,6 +130,32 @@ def all_variants(group: Any, rank: int, ours: str) -> Any:
         }
 
 
+def test_multi_token_prediction(pool: RankPool) -> None:
+    for native, ours, indices in pool.run(with_prediction):
+        assert ours == native
+        assert indices == [0, 1, 2]
+        assert any(".mtp." in f".{name}" and ".experts." in name and norm > 0 for name, norm in native[1].items())
+
+
+def with_prediction(group: Any, rank: int) -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+    from moe_ep.integrations.megatron import moe_layers, use_moe_ep
+
+    found = []
+    with cpu.on_cpu(), cpu.parallel(2):
+        for ours in (False, True):
+            config = cpu.small_config(mtp_num_layers=1)
+            spec = cpu.layer_spec(config)
+            spec = use_moe_ep(spec, dispatcher="all2all") if ours else spec
+            mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
+            model = cpu.small_gpt(config, spec, mtp_block_spec=mtp)
+            loss = cpu.losses(model, rank, 0).mean()
+            loss.backward()
+            found.append((loss.item(), norms(model)))
+    return *found, [layer.token_dispatcher.layer_index for layer in moe_layers(model)]
+
+
 def test_bfloat16_experts_see_the_routers_own_dtype(pool: RankPool) -> None:
     """Rows are added up in float32 here and in bfloat16 there: the outputs differ by that rounding alone."""
     for native, ours in pool.run(layer_in_bfloat16):
@@ -298,6 +324,16 @@ REFUSED: dict[str, dict[str, Any]] = {
     "moe_token_dispatcher_type": dict(moe_token_dispatcher_type="flex", tensor_model_parallel_size=1),
     "dispatcher 'diret'": dict(),
 }
+
+
+def test_copies_of_hot_experts_are_refused_with_a_reason() -> None:
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+
+    from moe_ep.integrations.megatron import moe_spec
+
+    spec = get_moe_module_spec(use_te=False, num_experts=8)
+    with pytest.raises(RecipeError, match=r"replica is not supported .* take no second set for copies; leave it out"):
+        moe_spec(spec, dispatcher="all2all", replica={"slots": 2})
 
 
 def refused(group: Any, rank: int) -> Any:

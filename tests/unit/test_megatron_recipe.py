@@ -99,6 +99,10 @@ def test_combinations_are_refused(path: Path) -> None:
         (["megatron.dispatcher=native", "train.intra_layer_micro_batch=2"], "needs a dispatcher of moe_ep"),
         (["moe.router=sigmoid", "moe.normalize_weights=false"], "Megatron always divides"),
         (["moe.router=grouped", "moe.num_groups=2"], "has another meaning in Megatron"),
+        (
+            ["replica.slots=2", "parallel.ep_size=2"],
+            "replica.slots = 2 is not served: Megatron's experts take no second",
+        ),
         (["megatron.transformer_engine=true", "parallel.backend=gloo"], "needs a GPU"),
     ):
         with pytest.raises(RecipeError, match=said):
