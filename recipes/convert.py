@@ -10,8 +10,9 @@ Exit codes are those of pretrain.py.
 
 from __future__ import annotations
 
-import os
+import functools
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 if __name__ == "__main__":  # runs from a clone, installed or not
@@ -19,45 +20,46 @@ if __name__ == "__main__":  # runs from a clone, installed or not
 
 import torch
 
-from moe_ep.errors import CheckpointError, RecipeError
-from recipes import checkpoint
+from moe_ep.errors import CheckpointError
+from recipes import checkpoint, one_rank
 from recipes.build import build, resume
 from recipes.hf import check_exportable, export_hf, import_hf
-from recipes.lost_peer import watch_peers
-from recipes.program import join
-from recipes.ranks import ALONE, Launch, Ranks, mark_agreed
+from recipes.one_rank import leave
+from recipes.ranks import Ranks, mark_agreed
 from recipes.recipe import Recipe, load_recipe
-from recipes.report import PEER_LOST, REFUSED, report, say_once
 from recipes.session import Session
 from recipes.train_loop import save
 
 USAGE = "usage: [torchrun ...] recipes/convert.py import|export RECIPE.toml FOLDER [section.key=value ...]"
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run one rank; returns its exit code."""
-    try:
-        launch = Launch.from_env()
-    except RecipeError as err:
-        return report(err, ALONE)
+    return one_rank.run(arguments, USAGE, read)
+
+
+def read(arguments: Sequence[str]) -> one_rank.Task | None:
+    """What to do.
+
+    Raises:
+        RecipeError: the recipe, or a model that the folder's layout does not hold.
+    """
     if len(arguments) < 3 or arguments[0] not in ("import", "export") or not arguments[2]:
-        say_once(launch, USAGE)
-        return REFUSED
-    try:  # every rank ends with a message and a code, whatever happens
-        recipe = load_recipe(arguments[1], arguments[3:])
-        check_exportable(recipe.moe_config())
-        ranks = join(recipe, launch)
-        watch_peers(ranks, recipe.train.timeout_s, PEER_LOST)
-        session = Session(recipe, ranks)
-        with session.lock:
-            if arguments[0] == "import":
-                session.hold_folder()
-            act = import_run if arguments[0] == "import" else export_run
-            session.say(act(recipe, ranks, Path(arguments[2])))
-            session.close()
-    except Exception as err:
-        return report(err, launch)
-    return 0
+        return None
+    recipe = load_recipe(arguments[1], arguments[3:])
+    check_exportable(recipe.moe_config())
+    work = functools.partial(convert, recipe, arguments[0] == "import", Path(arguments[2]))
+    return one_rank.Task(recipe, work, recipe.flat())
+
+
+def convert(recipe: Recipe, importing: bool, folder: Path, ranks: Ranks) -> None:
+    """Either way, in the run's own folder."""
+    session = Session(recipe, ranks)
+    with session.lock:
+        if importing:
+            session.hold_folder()
+        session.say((import_run if importing else export_run)(recipe, ranks, folder))
+        session.close()
 
 
 def import_run(recipe: Recipe, ranks: Ranks, folder: Path) -> str:
@@ -100,8 +102,4 @@ def export_run(recipe: Recipe, ranks: Ranks, folder: Path) -> str:
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if code != 0:
-        os._exit(code)  # a process group with a lost peer may wait for ever in its destructor
+    leave(main(sys.argv[1:]))

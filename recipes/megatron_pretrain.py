@@ -12,17 +12,13 @@ Exit codes of a rank are those of `recipes/pretrain.py`. There are no checkpoint
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from recipes.megatron_program import main  # noqa: E402
+from recipes.one_rank import leave  # noqa: E402
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if code != 0:
-        os._exit(code)  # a process group with a lost peer may wait for ever in its destructor
+    leave(main(sys.argv[1:]))

@@ -9,18 +9,14 @@ Exit codes of a rank: 0 done, or saved on SIGTERM; 1 failed; 2 recipe refused; 3
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
 # Runs from a clone, installed or not; and `recipes/` itself is no place to import `data` or `build` from.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from recipes.one_rank import leave  # noqa: E402
 from recipes.program import main  # noqa: E402
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if code != 0:
-        os._exit(code)  # a process group with a lost peer may wait for ever in its destructor
+    leave(main(sys.argv[1:]))

@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -31,6 +32,19 @@ _until_the_end = contextlib.ExitStack()  # of the process
 
 def without_cuda(rank: int) -> None:
     _until_the_end.enter_context(on_cpu())
+
+
+def failing_in_step_3(rank: int) -> None:
+    without_cuda(rank)
+    from recipes import megatron_session
+
+    def step(trainer: Any, number: int) -> Any:
+        if rank == 1 and number == 3:
+            raise ZeroDivisionError("planted")
+        return train_step(trainer, number)
+
+    train_step = megatron_session.train_step
+    _until_the_end.enter_context(mock.patch.object(megatron_session, "train_step", step))
 
 
 def recipe_in(folder: Path) -> Path:
@@ -112,6 +126,12 @@ def test_the_program_from_start_to_end(tmp_path: Path) -> None:
     assert job.wait(250) == [0, 0], job.text()
     assert "intra_layer_micro_batch 2" in job.text(0) and "done: held-out loss" in job.text(0)
     assert [row["step"] for row in metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_an_error_of_one_rank_ends_the_other_with_its_text(tmp_path: Path) -> None:
+    job = launch.start(2, [str(recipe_in(tmp_path)), *CHANGES], tmp_path, prepare=failing_in_step_3, program=PROGRAM)
+    assert job.wait(150) == [3, 1], job.text()
+    assert "rank 1 failed: ZeroDivisionError: planted" in job.text(0)
 
 
 def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
