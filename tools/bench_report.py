@@ -91,7 +91,9 @@ def load(path: Path) -> Run:
     """
     try:
         header, values = read_rows(path)
-    except (OSError, ValueError) as err:
+    except OSError as err:
+        raise Refused(f"{path} cannot be read ({err.strerror or err}); give rows that --out has written") from err
+    except ValueError as err:
         raise Refused(str(err)) from err
     rows: dict[tuple[Key, Key], Row] = {}
     for row in values:

@@ -112,7 +112,11 @@ def test_other_machines_and_shapes_are_refused_unless_forced(
 def test_files_that_say_nothing_are_refused(first: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     twice = write(tmp_path / "b.jsonl", [row("all2all", 5.0), row("all2all", 6.0)])
     empty = write(tmp_path / "c.jsonl", [])
-    for path, message in ((twice, "twice"), (empty, "no row with status ok"), (str(tmp_path / "no.jsonl"), "No such")):
+    for path, message in (
+        (twice, "twice"),
+        (empty, "no row with status ok"),
+        (str(tmp_path / "no.jsonl"), "no.jsonl cannot be read (No such"),
+    ):
         assert main([first, path]) == 2
         assert message in capsys.readouterr().err
     for value in ("-1", "inf", "nan"):
