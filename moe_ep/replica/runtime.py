@@ -80,7 +80,8 @@ class ReplicaRuntime:
         replica = self.config.replica
         joint = ", one placement for the micro-batches that interleave" if replica.joint else ""
         return (
-            f"replicas: {self.slots} slot(s) a rank, {self.lane_bytes / 2**20:.1f} MiB for each micro-batch in flight, "
+            f"replicas: {self.slots} slot(s) a rank beside its {self.config.num_experts // self.num_ranks} expert(s), "
+            f"which the dispatcher counts together, {self.lane_bytes / 2**20:.1f} MiB for each micro-batch in flight, "
             f"planner {replica.planner}{joint}, transport {replica.transport}"
         )
 

@@ -128,7 +128,7 @@ def test_a_run_with_replicas_goes_on_without_them_and_back(pool: RankPool, folde
 def test_the_run_folder_shows_loads_before_and_after(tmp_path: Path) -> None:
     recipe = write(tmp_path)
     job = run(4, [str(recipe), ON, "train.steps=3"], tmp_path)
-    assert "replicas: 2 slot(s) a rank" in job.text(0)
+    assert "replicas: 2 slot(s) a rank beside its 1 expert(s), which" in job.text(0)
     left = tmp_path / "runs" / "small"
     rows = [json.loads(line) for line in (left / "metrics.jsonl").read_text().splitlines()]
     loads = [json.loads(line) for line in (left / "load.jsonl").read_text().splitlines()]
