@@ -97,8 +97,9 @@ class MoELayer(nn.Module):
             self.shared.reset_parameters(seed)
 
     def extra_repr(self) -> str:
-        """The resolved dispatcher, as `print(model)` shows it."""
-        return f"dispatcher={self.dispatcher.describe()}"
+        """The resolved dispatcher and what copies experts, as `print(model)` shows it."""
+        copies = "" if self.replicas is None else f", {self.replicas.describe()}"
+        return f"dispatcher={self.dispatcher.describe()}{copies}"
 
     @eager
     def forward(self, x: Tensor, valid: Tensor | None = None, *, micro_batch: int = 0) -> tuple[Tensor, MoEAux]:
@@ -354,11 +355,14 @@ def update_routers(model: nn.Module, group: dist.ProcessGroup | None) -> Tensor:
     Raises:
         RecipeError: two layers of the model have one layer_index.
         InputError, CapacityError, NonFiniteError: a fault that a run without host syncs noted on the device.
+        ProtocolError: a micro-batch still holds slots of replicas.
     """
     check_layer_indices(model)
     layers = moe_layers(model)
     for dispatcher in {layer.dispatcher: None for layer in layers}:
         dispatcher.raise_if_faulted()
+    for replicas in {layer.replicas for layer in layers if layer.replicas is not None}:
+        replicas.check_returned()
     if not layers:
         return torch.zeros((0, 0), dtype=torch.int64)
     loads = torch.stack([layer.router.take_load() for layer in layers])

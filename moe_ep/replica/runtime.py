@@ -152,6 +152,7 @@ class ReplicaRuntime:
         ids = torch.full((0, self.config.top_k), NO_ROUTE, device=device)
         empty = Routing(expert_ids=ids, weights=ids.float(), num_experts=self.config.num_experts)
         self.route(lease, [empty] * lease.users)
+        lease.release()  # by hand: the error that is to be raised may keep it alive
         self.dispatcher.announce_failure(device, layer=lease.layer, micro_batch=lease.micro_batch)
 
     def check_returned(self) -> None:

@@ -52,7 +52,7 @@ class SharedTransport(Transport):
         home_late_s: float,
     ) -> None:
         self.rank, self.num_ranks, self.missing, self.home_late_s = group.rank(), group.size(), missing, home_late_s
-        self._twin = open_twin(group, "fences")
+        self._twin = open_twin(group, f"fences of {folder.name}")
         self.everybody = [SharedSlots(folder / f"rank{r}", slots, like) for r in range(self.num_ranks)]
         self.own_slots = self.everybody[self.rank]
 
