@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,65 +24,34 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this folder is no installed package
 
 from moe_ep.config import DispatchConfig
-from moe_ep.dispatch import build_dispatcher
 from moe_ep.dispatch.nccl_ep import NcclEp
 from moe_ep.permute import gather_rows, sort_routes, sum_rows
 from moe_ep.routing import Routing
-from recipes.ranks import Launch
-from tools.bench_dispatch import join, leave
+from tools import library_bench
 from tools.bench_options import split
 from tools.bench_setting import Place
-from tools.shapes import Shape, make_workload, parse_shape
-from tools.timing import Stopwatch, percentiles, slowest_rank
+from tools.library_bench import TOLERANCE, Row
+from tools.shapes import Shape, parse_shape
+from tools.timing import Body, Stopwatch
 
-WARMUP = 3
-TOLERANCE = 1e-2  # relative, of y = sum_k w x with weights that sum to 1, after two roundings to bfloat16
 FORMS: dict[str, dict[str, Any]] = {
     "expert_major": {},
     "budget": {"capacity_factor": 1.5},
     "flat": {"options": (("layout", "flat"),)},
 }
-HEADER = (
-    "form",
-    "shape",
-    "library",
-    "+permute",
-    "ours",
-    "ratio",
-    "library",
-    "+permute",
-    "ours",
-    "ratio",
-    "train",
-    "err",
-)
 
 
-class Pair:
-    """One dispatcher and its group, called both ways."""
+class Pair(library_bench.Pair):
+    """The dispatcher and its group of the library."""
 
-    def __init__(self, dispatcher: NcclEp, x_TH: Tensor, routings: list[Routing]) -> None:
-        self.dispatcher, self.x, self.routings = dispatcher, x_TH, routings
-        self.y = x_TH
+    def __init__(self, dispatcher: Any, x_TH: Tensor, routings: list[Routing]) -> None:
+        super().__init__(dispatcher, x_TH, routings)
         self.lease = dispatcher.engine.lease()
         self.counts = dispatcher.engine.update(self.lease, routings[0].expert_ids, "warm-up")
 
-    def ours(self, iteration: int, watch: Stopwatch) -> None:
-        """The six stages, with weights applied in between."""
-        d, routing = self.dispatcher, self.routings[iteration]
-        watch.begin()
-        ticket = d.dispatch_preprocess(self.x, routing)
-        d.dispatch(ticket)
-        inp = d.dispatch_postprocess(ticket)
-        rows = inp.rows()
-        watch.mark("ours dispatch")
-        y_NH = (rows * inp.row_weights[:, None]).to(rows.dtype)
-        del rows
-        watch.begin()
-        d.combine_preprocess(ticket, y_NH)
-        d.combine(ticket)
-        self.y = d.combine_postprocess(ticket)
-        watch.mark("ours combine")
+    def bodies(self) -> Sequence[Body]:
+        """A training step, too."""
+        return self.train, self.bare, self.ours
 
     def train(self, iteration: int, watch: Stopwatch) -> None:
         """The six stages and their backward; the experts' place is taken by the rows themselves."""
@@ -138,76 +107,35 @@ class Pair:
         handle.combine(inputs, outputs, config=lib.CombineConfig(), stream=stream)
         watch.mark("library combine")
 
-    def error(self) -> float:
-        """Relative error of the last result, whose weights sum to 1."""
-        return float((self.y.float() - self.x.float()).norm() / self.x.float().norm())
 
-
-def measure(form: str, shape: Shape, place: Place, iterations: int) -> tuple[tuple[str, ...], bool]:
+def measure(form: str, shape: Shape, place: Place, iterations: int) -> Row:
     """A row of the table, and whether the result was right."""
     config = DispatchConfig(
         name="nccl_ep", num_experts=shape.E, top_k=shape.K, hidden_size=shape.H, dtype="bfloat16", max_tokens=shape.T,
         **FORMS[form],
     )  # fmt: skip
-    dispatcher: Any = build_dispatcher(config, place.group)
-    workload = make_workload(shape, place.num_ranks, 1.0, 0)
-    routings = [workload.routing(place.rank, i) for i in range(WARMUP + iterations)]
-    moved = [
-        Routing(expert_ids=r.expert_ids.to(place.device), weights=r.weights.to(place.device), num_experts=shape.E)
-        for r in routings
-    ]
-    x_TH = torch.randn(shape.T, shape.H, device=place.device, dtype=torch.bfloat16)
-    pair, watch = Pair(dispatcher, x_TH, moved), Stopwatch(place.device, place.group)
-    taken: dict[str, list[float]] = {}
-    with torch.no_grad():
-        for iteration in range(WARMUP + iterations):
-            for body in (pair.train, pair.bare, pair.ours):
-                body(iteration, watch)
-                for name, us in watch.take().items():
-                    taken.setdefault(name, []).append(us)
-    worst = slowest_rank({name: us[WARMUP:] for name, us in taken.items()}, place.group, place.device)
-    times = {name: percentiles(us)[1] for name, us in worst.items()}
-    error = pair.error()
-    del pair
-    dispatcher.close()
-    combine = times["library combine"] + times["permute combine"]
-    cells = (
-        *(times["library dispatch"], times["bare dispatch"], times["ours dispatch"]),
-        *(times["library combine"], combine, times["ours combine"]),
-    )
-    d, c = cells[2] / cells[1], cells[5] / cells[4]
-    shown = [f"{us:.0f}" for us in cells]
-    row = (form, f"{shape.T},{shape.H},{shape.E},{shape.K}", *shown[:3], f"{d:.2f}", *shown[3:], f"{c:.2f}")
-    return (*row, f"{times['train']:.0f}", f"{error:.1e}"), error < TOLERANCE
+    times, error = library_bench.measure(config, shape, place, iterations, Pair)
+    return (form, *library_bench.cells(shape, times), f"{times['train']:.0f}", f"{error:.1e}"), error < TOLERANCE
 
 
-def rows_of(chosen: argparse.Namespace, place: Place) -> Iterator[tuple[tuple[str, ...], bool]]:
+def rows_of(chosen: argparse.Namespace, place: Place) -> Iterator[Row]:
     """Every combination that was asked for."""
     for shape in map(parse_shape, chosen.shape):
         for form in split(chosen.forms, str, "--forms"):
             yield measure(form, shape, place, chosen.iterations)
 
 
+def title() -> str:
+    """Above the table."""
+    versions = ", ".join(f"{name} {version}" for name, version in NcclEp.versions().items())
+    return f"us; {versions}; dispatch in columns 3-6, combine in 7-10, train = forward and backward of both"
+
+
 def main() -> int:
     """Measure and print; returns the exit status."""
-    parser = argparse.ArgumentParser(description="The nccl_ep dispatcher against the bare library.", allow_abbrev=False)
-    parser.add_argument("--shape", nargs="+", default=["dsv3", "qwen3", "mixtral"], help="T,H,I,E,K or a preset")
-    parser.add_argument("--forms", default=",".join(FORMS), help=", ".join(FORMS))
-    parser.add_argument("--iterations", type=int, default=20)
-    chosen = parser.parse_args()
-    place = join(Launch.from_env())
-    if place.group is None or place.device.type != "cuda":
-        raise SystemExit("error: start it with torchrun, two GPUs or more")
-    found = list(rows_of(chosen, place))
-    leave(place)
-    if place.rank == 0:
-        versions = ", ".join(f"{name} {version}" for name, version in NcclEp.versions().items())
-        print(f"us; {versions}; dispatch in columns 3-6, combine in 7-10, train = forward and backward of both")
-        table = [HEADER, *(cells for cells, _ in found)]
-        widths = [max(len(line[i]) for line in table) for i in range(len(HEADER))]
-        for line in table:
-            print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
-    return int(not all(right for _, right in found))
+    chosen = library_bench.parser_of("The nccl_ep dispatcher against the bare library.", FORMS).parse_args()
+    header = ("form", *library_bench.HEADER, "train", "err")
+    return library_bench.run(lambda place: rows_of(chosen, place), header, title)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from ..config import DispatchConfig, check_num_micro_batches
 from ..debug import debug
 from ..eager import eager
 from ..errors import InputError, MoEError, PeerError, ProtocolError, RecipeError
-from ..faults import Fault, FaultRecord, routing_status
+from ..faults import Fault, FaultRecord, status_words
 from ..ops import choose_kernels
 from ..order import Order, in_stage, open_order, told
 from ..peers import is_out_of_step, is_reported, mark_everywhere, mark_reported
@@ -336,7 +336,7 @@ class Dispatcher(ABC):
 
     def status(self, routing: Routing) -> Tensor:
         """(code, value) of this rank's routing, int64 [2] on its device: what the other ranks must learn."""
-        return routing_status(routing, duplicates=self.capabilities.duplicates)
+        return status_words(routing, 0, duplicates=self.capabilities.duplicates, kernels=self.kernels)[:2]
 
     def words(self, ticket: Ticket, status: Tensor) -> Tensor:
         """A status and the ticket's place, int64 [3]: what travels to every rank along with the counts."""

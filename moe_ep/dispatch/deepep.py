@@ -12,23 +12,24 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..config import DispatchConfig
-from ..faults import NUM_WORDS, Fault, raise_faults, routing_status
+from ..faults import NUM_WORDS, Fault, raise_faults, status_words
 from ..machine import loaded_nccl
-from ..permute import ExpertInput, gather_rows, make_offsets, sum_rows
+from ..permute import ExpertInput, SortedRoutes, sort_routes
 from ..routing import NO_ROUTE, Routing
+from ..streams import InFlight
 from . import deepep_library as found
 from .base import Dispatcher
 from .capabilities import Capabilities
 from .deepep_library import settings
 from .deepep_link import Link
-from .deepep_rows import ExpertRows
-from .deepep_transfer import CombineTransfer, DispatchTransfer, Words
+from .deepep_transfer import CombineTransfer, DispatchTransfer
 from .deepep_v1 import V1Link
 from .deepep_v2 import V2Link
 from .preflight import preflight
+from .received_rows import grouped_input, sum_routes, unique_input
 from .registry import register_dispatcher
 from .ticket import Ticket
-from .transfer import Flight, finish, start
+from .transfer import Flight, all_gather, finish, start
 from .watchdog import Watchdog, group_timeout_s
 
 NOTES = (
@@ -43,13 +44,13 @@ NOTES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepEPState:
-    """Ids and words to send; then the transfer and its flight; then the index of expert rows."""
+    """Ids to send, and words on their way; then the transfer and its flight; then the routes of what came."""
 
     ids: Tensor | None = None
-    words: Words | None = None
+    told: InFlight | None = None
     transfer: DispatchTransfer | None = None
     handle: Any = None
-    rows: ExpertRows | None = None
+    routes: SortedRoutes | None = None
     flight: Flight | None = None
 
 
@@ -61,6 +62,9 @@ class DeepEP(Dispatcher):
     library's handle, stays with the ticket. Backward of combine is a dispatch along the handle, backward of dispatch a
     combine that carries the weights' gradients too.
 
+    What ranks tell each other (fault, value, place) travels beside, in a process group of its own, and is read behind
+    the counts that the library makes the host wait for: by then it has arrived.
+
     Order of sums: a rank sums a token's local routes with k ascending in float32 and rounds to bfloat16 for the trip;
     home adds the ranks' partial sums in float32, rank ascending (v1) or in the order of k (v2), and rounds once more.
     With `expand` the library makes the first sum, in the same precision.
@@ -69,6 +73,7 @@ class DeepEP(Dispatcher):
     """
 
     name: ClassVar[str] = "deepep"
+    early_apart: ClassVar[bool] = True
     capabilities: ClassVar[Capabilities] = Capabilities(
         devices=("cuda",),
         dtypes=("bfloat16",),
@@ -143,37 +148,52 @@ class DeepEP(Dispatcher):
     # stages
 
     def _dispatch_preprocess(self, ticket: Ticket, x_TH: Tensor, routing: Routing) -> None:
-        status = routing_status(routing, duplicates=self.api == "v1")
+        words = status_words(routing, ticket.place, duplicates=self.api == "v1", kernels=self.kernels)
+        told = self._tell(ticket, words)
         # with a fault nothing is routed: the library checks no ids, or traps on the device
-        ids = torch.where(status[0] > 0, NO_ROUTE, routing.expert_ids).contiguous()
-        ticket.state = DeepEPState(ids=_at_least_one(ids, NO_ROUTE), words=self._words(ticket, status))
+        ids = torch.where(words[0] > 0, NO_ROUTE, routing.expert_ids).contiguous()
+        ticket.state = DeepEPState(ids=_at_least_one(ids, NO_ROUTE), told=told)
         self.pack(ticket, _at_least_one(x_TH, 0), _at_least_one(routing.weights, 0))
 
-    def _words(self, ticket: Ticket, status: Tensor) -> Words:
-        assert ticket.lane is not None, "no lane"
-        return Words(self.words(ticket, status.long()), ticket.lane.host, self.ep_group)
+    def _tell(self, ticket: Ticket, words: Tensor) -> InFlight:
+        """This rank's words to all, and all ranks' to the host, beside the rows."""
+        comm, lane = self.early(words.device), ticket.lane
+        assert lane is not None, "no lane"
+
+        def launch() -> tuple[tuple[Tensor, ...], list[Any]]:
+            gathered = words.new_empty((self.num_ranks, NUM_WORDS))
+            works = all_gather(gathered.view(-1), words, comm.group)
+            if not words.is_cuda:
+                return (gathered,), works
+            lane.host.copy_(gathered.view(-1), non_blocking=True)
+            return (lane.host,), works
+
+        told = comm.launch(f"exchange of statuses of {ticket.where}", launch, keep=(words,))
+        lane.event = told.event
+        return told
 
     def _announce(self, ticket: Ticket, device: torch.device, code: Fault, value: int) -> None:
         ticket.lend(*self.lanes.borrow(self.device))
         shape = (1, self.config.top_k)
         ids = torch.full(shape, NO_ROUTE, device=self.device)
         x_TH = torch.zeros((1, self.config.hidden_size), dtype=self.dtype, device=self.device)
-        words = self._words(ticket, torch.tensor([int(code), value], device=self.device))
-        transfer = DispatchTransfer(self.link, self.watchdog, f"fault of {ticket.where}", ids, words)
+        told = self._tell(ticket, self.words(ticket, torch.tensor([int(code), value], device=self.device)))
+        transfer = DispatchTransfer(self.link, self.watchdog, f"fault of {ticket.where}", ids)
         payload = x_TH, torch.zeros(shape, device=self.device)
         what = f"dispatch of {ticket.where}"  # the other ranks' dispatch is its counterpart
         self.comm(self.device).launch(what, lambda: transfer.forward(payload), keep=payload).wait_on_host()
+        told.wait_on_host()
 
     def _dispatch(self, ticket: Ticket) -> None:
         state: DeepEPState = ticket.state
-        assert state.ids is not None and state.words is not None, "no ids"
+        assert state.ids is not None and state.told is not None, "no ids"
         what = f"dispatch of {ticket.where}"
-        transfer = DispatchTransfer(self.link, self.watchdog, what, state.ids, state.words)
+        transfer = DispatchTransfer(self.link, self.watchdog, what, state.ids)
         flight = Flight(transfer, self.comm(self.device), what, ticket.packed)
         ticket.payload = start(flight, *ticket.payload)
-        if ticket.lane is not None:
-            ticket.lane.event = state.words.event
-        raise_faults(state.words.read(), self.rank, ticket.where, self.config.num_experts)
+        flat = self.read_ints(ticket, state.told)
+        words = [flat[i : i + NUM_WORDS] for i in range(0, len(flat), NUM_WORDS)]
+        raise_faults(words, self.rank, ticket.where, self.config.num_experts, place=ticket.place)
         ticket.state = DeepEPState(transfer=transfer, flight=flight)
 
     def _dispatch_postprocess(self, ticket: Ticket) -> ExpertInput:
@@ -183,27 +203,18 @@ class DeepEP(Dispatcher):
         ticket.payload = ()
         received = state.transfer.take()
         self.comm(self.device).hold(received)
-        rows = received.index()
-        ticket.state = DeepEPState(handle=received.handle, rows=rows)
-        counts = received.counts if rows is None else rows.counts
-        assert counts is not None, "no counts"
-        return ExpertInput(
-            source=source_UH,
-            row_index=None if rows is None else rows.row_index,
-            positions=None if rows is None else rows.positions,
-            row_weights=weights
-            if rows is None
-            else gather_rows(weights.reshape(-1), rows.weight_index, rows.weight_positions),
-            offsets=make_offsets(counts),
-            tokens_per_expert=counts.to(torch.int32),
-            capacity=sum(received.host_counts),
-            host_counts=received.host_counts,
-        )
+        if received.ids is None:
+            ticket.state = DeepEPState(handle=received.handle)
+            assert received.counts is not None, "no counts"
+            return grouped_input(source_UH, weights, received.counts, received.host_counts, self.kernels)
+        routes = sort_routes(received.ids, self.num_local, kernels=self.kernels)
+        ticket.state = DeepEPState(handle=received.handle, routes=routes)
+        return unique_input(source_UH, weights, routes, received.host_counts, self.kernels)
 
     def _combine_preprocess(self, ticket: Ticket, y_NH: Tensor) -> None:
-        rows: ExpertRows | None = ticket.state.rows
-        self.pack(ticket, y_NH if rows is None else sum_rows(y_NH, rows.row_index, rows.positions))
-        ticket.state = replace(ticket.state, rows=None)
+        routes: SortedRoutes | None = ticket.state.routes
+        self.pack(ticket, y_NH if routes is None else sum_routes(y_NH, routes, self.kernels))
+        ticket.state = replace(ticket.state, routes=None)
 
     def _combine(self, ticket: Ticket) -> None:
         what = f"combine of {ticket.where}"
@@ -231,7 +242,7 @@ class DeepEP(Dispatcher):
         library, _ = self.load_library()
         if self.api == "v1":
             return V1Link(library, self.config, self.ep_group, self.num_sms)
-        return V2Link(library, self.config, self.ep_group, self.num_sms, self.expand, timeout_s)
+        return V2Link(library, self.config, self.ep_group, self.num_sms, self.expand, timeout_s, self.kernels)
 
     def _say_memory(self) -> None:
         if self.rank == 0:

@@ -12,8 +12,6 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from .deepep_rows import ExpertRows, rows_in_order
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Received:
@@ -35,11 +33,6 @@ class Received:
     host_counts: tuple[int, ...]
     counts: Tensor | None = None
     ids: Tensor | None = None
-
-    def index(self) -> ExpertRows | None:
-        """How rows become expert rows, None where they are it. On the compute stream."""
-        num_local, num_rows = len(self.host_counts), sum(self.host_counts)
-        return None if self.ids is None else rows_in_order(self.ids, num_local, num_rows)
 
 
 class Link(Protocol):

@@ -7,43 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import MoEError, lost_peer
 from .deepep_link import Link, Received
-from .transfer import Tensors, all_gather
+from .transfer import Tensors
 from .watchdog import Watchdog
-
-
-class Words:
-    """What every rank tells every other one along with a dispatch: fault, value, place. Read behind the counts.
-
-    The gather goes out right in front of the dispatch, on the same stream. The host waits for the library's counts
-    anyway, and by then the words have arrived.
-    """
-
-    def __init__(self, words: Tensor, host: Tensor, group: dist.ProcessGroup) -> None:
-        self._words, self._host, self._group = words, host, group
-        self._gathered: Tensor | None = None
-        self.event: Any = None
-
-    def send(self) -> None:
-        """On the comm stream."""
-        gathered = self._words.new_empty((self._group.size(), self._words.numel()))
-        for work in all_gather(gathered.view(-1), self._words, self._group):
-            work.wait()
-        self._host.copy_(gathered.view(-1), non_blocking=True)
-        if gathered.device.type == "cuda":
-            self.event = torch.cuda.Event()
-            self.event.record()
-
-    def read(self) -> list[list[int]]:
-        """Words of each rank, in rank order."""
-        if self.event is not None:
-            self.event.synchronize()
-        rows: list[list[int]] = self._host.view(self._group.size(), -1).tolist()
-        return rows
 
 
 class DispatchTransfer:
@@ -52,20 +21,17 @@ class DispatchTransfer:
     Api v1's kernels read the ids while they send, and keep nothing alive: they are held until `take`.
     """
 
-    def __init__(self, link: Link, dog: Watchdog, what: str, ids_TK: Tensor, words: Words) -> None:
+    def __init__(self, link: Link, dog: Watchdog, what: str, ids_TK: Tensor) -> None:
         self._link, self._dog, self._what = link, dog, what
         self._ids: Tensor | None = ids_TK
-        self._words: Words | None = words
         self._received: Received | None = None
         self.handle: Any = None
 
     def forward(self, payload: Tensors) -> tuple[Tensors, list[Any]]:
         """x [T, H], weights [T, K] to source [U, H] and their weights; blocks the host until the counts are there."""
-        words, self._words = self._words, None
-        assert words is not None and self._ids is not None, "dispatched twice"
+        assert self._ids is not None and self.handle is None, "dispatched twice"
         x_TH, weights_TK = payload
         with issued(self._dog, self._what, x_TH):
-            words.send()
             received = self._link.dispatch(x_TH, self._ids, weights_TK)
         self._received, self.handle = received, received.handle
         return (received.source, received.weights), []

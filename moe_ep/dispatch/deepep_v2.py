@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..config import DispatchConfig
+from ..permute import gather_rows
 from .deepep_link import Received
 from .deepep_rows import inverse, slot_order
 
@@ -24,6 +25,15 @@ class Ordered:
     handle: Any
     order: Tensor
     places: Tensor
+    kernels: bool
+
+    def sort(self, rows: Tensor) -> Tensor:
+        """From the library's order to ours."""
+        return gather_rows(rows, self.order, self.places.view(-1, 1), kernels=self.kernels)
+
+    def unsort(self, rows: Tensor) -> Tensor:
+        """Back."""
+        return gather_rows(rows, self.places, self.order.view(-1, 1), kernels=self.kernels)
 
 
 class V2Link:
@@ -43,10 +53,11 @@ class V2Link:
         num_sms: int,
         expand: bool,
         timeout_s: float,
+        kernels: bool,
     ) -> None:
         assert config.max_tokens is not None, "no max_tokens"
         self._library, self._group, self._expand, self._num_sms = library, group, expand, num_sms
-        self._num_experts = config.num_experts
+        self._num_experts, self._kernels = config.num_experts, kernels
         self._max_tokens = -(-config.max_tokens // TOKENS_MULTIPLE) * TOKENS_MULTIPLE
         self._sizes = {
             "num_max_tokens_per_rank": self._max_tokens,
@@ -87,11 +98,12 @@ class V2Link:
         if self._expand:
             order = slot_order(metadata[:, 2:], metadata[:, 0], per_expert, sum(counts))
         else:
-            order = metadata[:, 0].argsort()
+            order = metadata[:, 0].argsort().int()
+        ordered = Ordered(handle=handle, order=order, places=inverse(order), kernels=self._kernels)
         return Received(
-            source=source.index_select(0, order),
-            weights=weights.index_select(0, order),
-            handle=Ordered(handle=handle, order=order, places=inverse(order)),
+            source=ordered.sort(source),
+            weights=ordered.sort(weights),
+            handle=ordered,
             host_counts=counts,
             counts=per_expert if self._expand else None,
             ids=None if self._expand else ids.index_select(0, order),
@@ -103,13 +115,12 @@ class V2Link:
         rows = self._buffer.dispatch(
             x_TH, handle=first, num_sms=first.num_sms, do_expand=self._expand, do_handle_copy=False
         )[0]
-        return rows.index_select(0, handle.order)
+        return handle.sort(rows)
 
     def combine(self, rows_UH: Tensor, weights: Tensor | None, handle: Ordered) -> tuple[Tensor, Tensor | None]:
         """See `Link`."""
-        rows = rows_UH.index_select(0, handle.places)
-        weights = None if weights is None else weights.index_select(0, handle.places)
-        first = handle.handle
+        first, weights = handle.handle, None if weights is None else handle.unsort(weights)
+        rows = handle.unsort(rows_UH)
         y_TH, weights_TK, _ = self._buffer.combine(rows, first, topk_weights=weights, num_sms=first.num_sms)
         return y_TH, weights_TK
 

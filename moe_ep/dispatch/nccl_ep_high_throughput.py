@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from ..faults import Fault
-from ..permute import ExpertInput, SortedRoutes, sort_routes, sum_rows
+from ..permute import ExpertInput, SortedRoutes, sort_routes
 from ..routing import Routing
 from ..streams import InFlight
 from .nccl_ep_engine import Engine, Lease
-from .nccl_ep_rows import cut, flat_input, grouped_input, library_routes, pad
+from .nccl_ep_rows import cut, library_routes, pad
 from .nccl_ep_transfer import Combine, Dispatch
+from .received_rows import grouped_input, sum_routes, unique_input
 from .ticket import Ticket
 from .transfer import Flight, finish, start
 
@@ -110,7 +111,7 @@ class HighThroughput:
         ticket.state = replace(state, flight=None, transfer=None, routes=routes)
         if routes is not None:
             assert host_counts is not None, "flat rows are counted"
-            return flat_input(rows, weights, routes, host_counts, kernels)
+            return unique_input(rows, weights, routes, host_counts, kernels)
         counts_L = state.counts[: self.sizes.num_local]
         if host_counts is None:
             self._note_overflow(ticket, counts_L.sum())
@@ -126,8 +127,7 @@ class HighThroughput:
         """Where flat, sum the rows of each token that is here; else as they are."""
         routes = ticket.state.routes
         if routes is not None:
-            index = routes.row_token[: y_NH.shape[0]]
-            y_NH = sum_rows(y_NH, index, routes.positions, bound=routes.bound, kernels=self.owner.kernels)
+            y_NH = sum_routes(y_NH, routes, self.owner.kernels)
         self.owner.pack(ticket, self._widen(y_NH))
 
     def combine(self, ticket: Ticket) -> None:

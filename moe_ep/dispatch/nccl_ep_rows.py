@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..permute import ExpertInput, SortedRoutes, gather_rows, make_offsets, sort_routes
+from ..permute import ExpertInput, gather_rows, sort_routes
 from ..routing import NO_ROUTE, Routing
 
 NUMBER_BYTES = 16  # behind a low-latency row; an int32 in front of padding
@@ -26,44 +26,6 @@ def library_routes(routing: Routing, num_local: int, local_experts: int) -> tupl
     weights_TK = torch.where(valid, routing.weights, 0)
     num_tokens, top_k = max(ids_TK.shape[0], 1), ids_TK.shape[1]
     return pad(ids_TK, num_tokens, top_k, NO_ROUTE).contiguous(), pad(weights_TK, num_tokens, top_k)
-
-
-def flat_input(
-    rows: Tensor, weights_UK: Tensor, routes: SortedRoutes, host_counts: tuple[int, ...], kernels: bool
-) -> ExpertInput:
-    """Unique rows [U, H], in the order (source rank, token), with the index that expands and groups them."""
-    num_rows = sum(host_counts)
-    slots = routes.positions.reshape(-1, 1)
-    index = routes.row_slot[:num_rows]
-    return ExpertInput(
-        source=rows,
-        row_index=routes.row_token[:num_rows],
-        positions=routes.positions,
-        row_weights=gather_rows(weights_UK.reshape(-1), index, slots, bound=routes.bound, kernels=kernels),
-        offsets=routes.offsets,
-        tokens_per_expert=routes.counts.to(torch.int32),
-        capacity=num_rows,
-        host_counts=host_counts,
-        kernels=kernels,
-    )
-
-
-def grouped_input(
-    rows: Tensor, weights_N: Tensor, counts_L: Tensor, host_counts: tuple[int, ...] | None, kernels: bool
-) -> ExpertInput:
-    """Expert rows [N, H] as the library grouped them; counts beyond N, of rows that were dropped, are cut off."""
-    offsets = make_offsets(counts_L)
-    if host_counts is None:
-        offsets = offsets.clamp_max(rows.shape[0])
-    return ExpertInput(
-        source=rows,
-        row_weights=weights_N,
-        offsets=offsets,
-        tokens_per_expert=offsets.diff(),
-        capacity=rows.shape[0],
-        host_counts=host_counts,
-        kernels=kernels,
-    )
 
 
 def pad(tensor: Tensor, rows: int, width: int, value: int = 0) -> Tensor:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_ep import InputError, NonFiniteError, PeerError, ProtocolError, Routing
-from moe_ep.faults import Fault, FaultRecord, place_of, raise_faults, routing_status
+from moe_ep.faults import Fault, FaultRecord, place_of, raise_faults, routing_status, status_words, words_by_ops
 
 
 def routing(ids: list[list[int]], bad_tokens: int | None = None) -> Routing:
@@ -26,6 +26,25 @@ def routing(ids: list[list[int]], bad_tokens: int | None = None) -> Routing:
 )
 def test_the_status_of_a_routing_names_its_worst_fault(value: Routing, want: tuple[int, int]) -> None:
     assert tuple(routing_status(value).tolist()) == want
+
+
+@pytest.mark.parametrize("duplicates", [False, True])
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(
+    "value",
+    [
+        routing([[0, 3], [-1, 2]]),
+        routing([[4, -2], [-1, 2]], bad_tokens=0),
+        routing([[1, 1], [2, 2], [-1, -1]]),
+        routing([[1, 1], [2, 4]]),
+        routing([[1, 1], [2, 4]], bad_tokens=3),
+    ],
+)
+def test_the_kernels_find_the_same_words(value: Routing, grad: bool, duplicates: bool) -> None:
+    with torch.set_grad_enabled(grad):
+        words = status_words(value, 77, duplicates=duplicates)
+        assert words.tolist() == [*routing_status(value, duplicates=duplicates).tolist(), 77]
+        assert words_by_ops(value, 77, duplicates=duplicates).tolist() == words.tolist()
 
 
 def test_no_fault_raises_nothing() -> None:
