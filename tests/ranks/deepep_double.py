@@ -1,9 +1,11 @@
 """Doubles of DeepEP's two interfaces for CPU ranks: they move rows over gloo and refuse what breaks a contract.
 
 They show that the adapter keeps the contracts below and that rows, sums and gradients come out right; they say nothing
-of streams, speed or the kernels. A broken contract is an AssertionError here, where the library hangs, traps or
-computes something else. Contracts, and where each is written (92fe2de is what the 1.2.1 wheels of November 2025 hold,
-dd758ca the head of July 2026, both of deepseek-ai/DeepEP):
+of speed or the kernels. Of streams they know one thing: a device that lags as far behind the host as it may. What a
+call reads must live, unchanged, until somebody waits for the comm stream, and what V1 hands over is poison until then
+(`UnderWay`; `LateStream` hangs it on the launches of a dispatcher). A broken contract is an AssertionError here, where
+the library hangs, traps or computes something else. Contracts, and where each is written (92fe2de is what the 1.2.1
+wheels of November 2025 hold, dd758ca the head of July 2026, both of deepseek-ai/DeepEP):
 
 both
   B1  every call is made by all ranks in one order                      README, "Notes" on barriers; notify_dispatch
@@ -11,7 +13,10 @@ both
   B3  combine takes bfloat16 only and applies no weights                SWITCH_TYPES of launch.cuh; combine.cuh
   B4  ids lie in [-1, E); -1 is no selection                            docstring of dispatch
   B5  destroy() needs explicitly_destroy, once, before the group goes   docstring of explicitly_destroy
-  B6  what dispatch got and returned is not changed while in use        (tensors are read by kernels after the call)
+  B6  what a call got lives and is not changed while kernels read it:   csrc/deep_ep.cpp (csrc/legacy/buffer.hpp),
+      the synchronous form keeps nothing, record_stream is left to the    "Wait streams" of intranode_dispatch and
+      asynchronous one; V1 reads x, ids and weights, and in combine       intranode_combine: `if (async)` alone; ids
+      what came of its handle, V2 x and weights                           behind the counts: intranode::dispatch
 V1 `Buffer` (92fe2de)
   V1a the number of SMs is even; a handle fixes it for later calls      set_num_sms; channel_prefix_matrix size check
   V1b layout tensors come from get_dispatch_layout of the same ids      intranode_dispatch
@@ -34,12 +39,15 @@ V2 `ElasticBuffer` (dd758ca)
 from __future__ import annotations
 
 import os
+import weakref
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 BF16 = torch.bfloat16
 
@@ -88,11 +96,82 @@ def sum_parts(parts: list[Tensor]) -> Tensor:
     return total.to(BF16)
 
 
+class Read:
+    """A tensor that kernels read until the stream is through with the call; nobody keeps it for them."""
+
+    def __init__(self, call: str, name: str, tensor: Tensor) -> None:
+        self._what = f"B6 ({name} of {call}"
+        self._memory, self._tensor = StorageWeakRef(tensor.untyped_storage()), weakref.ref(tensor)
+        self._then = tensor.detach().clone()
+
+    def __call__(self) -> None:
+        check(not self._memory.expired(), f"{self._what} was freed while it was read)")
+        now = self._tensor()
+        same = now is None or torch.equal(now.detach().view(torch.uint8), self._then.view(torch.uint8))
+        check(same, f"{self._what} was changed while it was read)")
+
+
+class Written:
+    """A tensor that is handed over before it is written: all bits set until the stream is through with the call."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._arrives = tensor, tensor.clone()
+        tensor.view(torch.uint8).fill_(255)
+
+    def __call__(self) -> None:
+        with torch.no_grad():
+            self._tensor.copy_(self._arrives)
+
+
+class UnderWay:
+    """Calls that were issued and are over when somebody waits: a work handle of a launch."""
+
+    def __init__(self, steps: Sequence[Callable[[], None]]) -> None:
+        self._steps = steps
+
+    def wait(self) -> None:
+        steps, self._steps = self._steps, ()
+        for step in steps:
+            step()
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class LateStream:
+    """A comm stream whose launches end when they are waited for, with the calls of a buffer that they made."""
+
+    def __init__(self, comm: Any, buffer: Resource) -> None:
+        self._comm, self._buffer = comm, buffer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+    def launch(self, what: str, fn: Callable[[], Any], keep: Sequence[Any] = (), mark: Any = None) -> Any:
+        def late() -> Any:
+            results, works = fn()
+            return results, [*works, self._buffer.under_way()]
+
+        return self._comm.launch(what, late, keep=keep, mark=mark)
+
+
 class Resource:
-    """What both buffers share: destroy (B5)."""
+    """What both buffers share: destroy (B5), and what their kernels still do (B6)."""
 
     def __init__(self, group: dist.ProcessGroup, explicitly_destroy: bool) -> None:
         self.peers, self._explicit, self._destroyed = Peers(group), explicitly_destroy, False
+        self._steps: list[Callable[[], None]] = []
+
+    def reads(self, call: str, **tensors: Tensor | None) -> None:
+        self._steps += [Read(call, name, tensor) for name, tensor in tensors.items() if tensor is not None]
+
+    def writes(self, *tensors: Tensor | None) -> None:
+        self._steps += [Written(tensor) for tensor in tensors if tensor is not None]
+
+    def under_way(self) -> UnderWay:
+        """What was called since it was last asked."""
+        steps, self._steps = self._steps, []
+        return UnderWay(steps)
 
     def destroy(self) -> None:
         check(self._explicit and not self._destroyed and dist.is_initialized(), "B5")
@@ -111,6 +190,12 @@ class Config:
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         slots = self.num_sms // 2 * num_ranks * self.recv
         return -(-slots * (hidden_bytes + 128 * 16) // 128) * 128
+
+
+def parts_of(handle: Any) -> dict[str, Tensor]:
+    """What V1's handle holds, for `Resource.reads`."""
+    names = "sizes", "channels", "recv_channels", "source", "in_rank", "send_head"
+    return {f"handle_{name}": tensor for name, tensor in zip(names, handle, strict=True)}
 
 
 class Buffer(Resource):
@@ -183,6 +268,8 @@ class Buffer(Resource):
             got = self.peers.exchange("cached dispatch", x[in_rank.any(1)], in_rank[in_rank.any(1)])
             rows = torch.cat([rows_[mask[:, rank]] for rows_, mask in got])
             check(rows.shape[0] == handle[3].shape[0], "V1c")
+            self.reads("cached dispatch", x=x, **parts_of(handle))
+            self.writes(rows)
             return rows, None, None, None, None, None
         assert num_tokens_per_rank is not None and is_token_in_rank is not None and num_tokens_per_expert is not None
         assert topk_idx is not None and topk_weights is not None
@@ -211,6 +298,8 @@ class Buffer(Resource):
         empty = torch.zeros(self.peers.size, channels, dtype=torch.int32)
         counts = torch.bincount(local[local >= 0], minlength=num_local).tolist()
         handle = (sizes, empty, empty.clone(), source, in_rank, torch.zeros_like(in_rank, dtype=torch.int32))
+        self.reads("dispatch", x=x, ids=ids, weights=weights, in_rank=in_rank)
+        self.writes(rows, local, recv_weights)
         return rows, local, recv_weights, counts, handle, None
 
     def combine(
@@ -238,7 +327,10 @@ class Buffer(Resource):
             parts.append(part)
             if weight_sum is not None:
                 weight_sum[tokens[mine].long()] += weights[mine]
-        return sum_parts(parts), weight_sum, None
+        total = sum_parts(parts)
+        self.reads("combine", x=x, weights=topk_weights, **parts_of(handle))
+        self.writes(total, weight_sum)
+        return total, weight_sum, None
 
 
 class EPHandle(SimpleNamespace):
@@ -301,6 +393,7 @@ class ElasticBuffer(Resource):
         ordered = topk_idx.sort(1).values
         check(not ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(), "V2e")
         ids = topk_idx.clone() if do_handle_copy else topk_idx
+        self.reads("dispatch", x=x, weights=topk_weights, ids=ids)
         return self._send(x, ids, topk_weights, num_experts, bound, num_sms, do_expand)
 
     def _send(
@@ -364,6 +457,7 @@ class ElasticBuffer(Resource):
         check_rows(x, None, None, 0)
         check(torch.equal(handle.topk_idx, handle.ids_then), "B6 (ids of a handle changed)")
         check(x.shape[0] == handle.topk_idx.shape[0], "V2f (rows)")
+        self.reads("cached dispatch", x=x, ids=handle.topk_idx, metadata=handle.recv_src_metadata)
         got = self.peers.exchange("cached dispatch", x)
         source, bound = handle.recv_src_metadata[:, 0].long(), handle.num_max_tokens_per_rank
         rows = torch.empty(len(source), x.shape[1], dtype=x.dtype)
@@ -385,6 +479,9 @@ class ElasticBuffer(Resource):
         if topk_weights is not None:
             shape = (num_rows,) if handle.do_expand else (num_rows, top_k)
             check(topk_weights.shape == shape and topk_weights.is_contiguous(), "V2f (weights of combine)")
+        # x and weights may go at once where they were made on the comm stream, as the adapter's are: its memory is
+        # handed out in the stream's order
+        self.reads("combine", ids=handle.topk_idx, metadata=metadata)
         rows, weights = self._reduce(x, topk_weights, handle)
         got = self.peers.exchange("combine", rows, weights, metadata[:, 0])
         bound, rank, num_tokens = handle.num_max_tokens_per_rank, self.peers.rank, handle.topk_idx.shape[0]

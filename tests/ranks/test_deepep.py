@@ -17,6 +17,7 @@ from moe_ep.config import DispatchConfig
 from moe_ep.dispatch import Capabilities, build_dispatcher, close_dispatchers, register_dispatcher
 from moe_ep.dispatch.deepep import DeepEP
 from moe_ep.dispatch.deepep_library import limit_reasons
+from moe_ep.dispatch.deepep_transfer import DispatchTransfer
 from moe_ep.errors import MoEError, PeerError
 from moe_ep.routing import Routing
 from moe_ep.testing import contract
@@ -46,6 +47,10 @@ class DoubledDeepEP(DeepEP):
     @classmethod
     def _own_device(cls) -> torch.device:
         return torch.device("cpu")
+
+    def comm(self, device: torch.device) -> Any:
+        link: Any = self.link
+        return deepep_double.LateStream(super().comm(device), link._buffer)
 
 
 # what api v2 does differently; the rest of its cases, and four ranks, are left to the slow tier
@@ -279,6 +284,37 @@ def test_what_a_dispatch_reads_lives_until_it_is_awaited(pool: RankPool, form: s
     """The kernels read ids, too, while the host is far ahead; api v2 keeps them in its handle."""
     options = () if form == "v1" else FORMS[form]
     assert pool.run(inputs_under_way, options, num_ranks=2) == [[[True] * 3, [False, form != "v1", False]]] * 2
+
+
+class Forgetful(DispatchTransfer):
+    """Lets go of the ids as soon as the library's call returns."""
+
+    def forward(self, payload: tuple[torch.Tensor, ...]) -> Any:
+        arriving = super().forward(payload)
+        self._ids = None
+        return arriving
+
+
+def forgotten_ids(group: dist.ProcessGroup, rank: int, options: tuple[tuple[str, object], ...]) -> str:
+    """What the double says of it."""
+    dispatcher: Any = build_dispatcher(config(options=options), group)
+    with mock.patch("moe_ep.dispatch.deepep.DispatchTransfer", Forgetful):
+        ticket = dispatcher.dispatch_preprocess(*micro_batch(rank))
+        dispatcher.dispatch(ticket)
+        try:
+            dispatcher.dispatch_postprocess(ticket)
+        except AssertionError as err:
+            return str(err)
+        finally:
+            close_dispatchers(group)
+    return "nothing was said"
+
+
+@pytest.mark.parametrize(("form", "words"), [("v1", "B6 (ids of dispatch was freed while"), ("v2", "nothing was said")])
+def test_ids_that_are_let_go_early_are_seen(pool: RankPool, form: str, words: str) -> None:
+    """So that the contract suite above proves that nothing is; without it, two tickets on GPUs lose rows."""
+    for said in pool.run(forgotten_ids, FORMS[form], num_ranks=2):
+        assert words in said
 
 
 FEW = Setup(dispatcher="agrs", steps=4, tokens=24, device="cpu")

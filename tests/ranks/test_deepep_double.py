@@ -95,6 +95,29 @@ def twice_destroyed(group: dist.ProcessGroup) -> None:
     one.buffer.destroy()
 
 
+def freed_ids(one: First) -> None:
+    """The host lets go of them right behind the call, while kernels still read them."""
+    given = rows()
+    one.dispatch(**(given | {"topk_idx": IDS.clone()}))
+    one.buffer.under_way().wait()
+
+
+def early_reuse(one: First) -> None:
+    """Another computation gets the memory of x before the stream was waited for."""
+    x = torch.ones(T, H).bfloat16()
+    one.dispatch(x=x)
+    x.fill_(2)
+    one.buffer.under_way().wait()
+
+
+def freed_handle(one: First) -> None:
+    source, *_, handle, _ = one.dispatch(**rows())
+    one.buffer.under_way()
+    one.buffer.combine(source, handle=handle, config=one.config)
+    del handle
+    one.buffer.under_way().wait()
+
+
 ODD = Config(10, 24, 256)
 WIDE = torch.ones(T, 2 * K)
 DOUBLED = torch.tensor([[0, 0], [1, 2], [-1, 7], [4, 3]])
@@ -111,6 +134,9 @@ BROKEN: list[tuple[str, Callable[[dist.ProcessGroup], Any]]] = [
     ("B4", lambda g: Second(g).dispatch(topk_idx=IDS + 1)),
     ("B5", twice_destroyed),
     ("B6", changed_ids),
+    ("B6 (ids of dispatch was freed", lambda g: freed_ids(First(g))),
+    ("B6 (x of dispatch was changed", lambda g: early_reuse(First(g))),
+    ("B6 (handle_sizes of combine was freed", lambda g: freed_handle(First(g))),
     ("V1a", lambda g: Buffer.set_num_sms(7)),
     ("V1a", lambda g: First(g).then("dispatch", config=ODD)),
     ("V1a", lambda g: First(g).then("combine", config=ODD)),
@@ -149,6 +175,11 @@ def test_a_broken_contract_is_seen(pool: RankPool, number: int) -> None:
 
 def made_right(group: dist.ProcessGroup, rank: int) -> None:
     one, two = First(group), Second(group)
+    given = rows()
+    source, *_ = one.dispatch(**given)
+    assert source.isnan().all(), "rows were there before anybody waited"
+    one.buffer.under_way().wait()
+    assert source.eq(1).all()
     one.dispatch()
     one.then("dispatch")
     one.then("combine")
