@@ -1,9 +1,18 @@
-"""`nccl_ep` against the library itself: the contract suite on 2 GPUs, both layouts. `-k core` takes the short half."""
+"""`nccl_ep` against the library itself: the contract suite on 2 GPUs, both layouts.
+
+Kernels are compiled for each pair (E, K), hidden size, dtype and layout; cases that need one set of them come first
+(`core_cases`).
+
+    -k core             57 cases; one set of kernels a layout, a fixed budget and low latency; not timed alone
+    -k "core or kinds"  82 cases, the short half; 31 of them with some 16 sets took 90 s on 2 H200 beside another job
+    (all)               not timed
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -12,30 +21,25 @@ from moe_ep.dispatch.nccl_ep_library import library_reasons
 from moe_ep.testing import contract
 from moe_ep.testing.ranks import RankPool
 from moe_ep.testing.table_nccl_ep import LAYOUTS, NCCL_EP
+from tests.gpu.core_cases import TIERS, case_named, tier_of
 from tests.gpu.test_host_syncs_gpu import body_layer
 
-CORE = {
-    *("uniform", "skewed", "all-to-one-rank", "zero-tokens-on-some-ranks", "zero-tokens-everywhere", "no-route-slots"),
-    *("no-routes-on-a-rank", "duplicates", "top-1", "17-experts-per-rank", "asymmetric-tokens", "bfloat16", "float16"),
-    *("tiny-weights-bfloat16", "odd-hidden", "sliced-x", "expanded-gradient", "no-grad", "grad-on-one-rank-only"),
-    *("two-tickets-crossed", "four-tickets-backward-2-0-3-1", "abandoned-tickets", "backward-twice", "recompute"),
-    *("changing-tokens-20-steps", "poisoned-memory-3-steps", "fault-bad-id", "fault-wrong-hidden", "num-sms"),
-    *("capacity-factor", "all-to-one-expert"),
-}
+UNIFORM = case_named("uniform/R2")
 NAMES = dict(zip(LAYOUTS, ("nccl_ep", "nccl_ep-flat"), strict=True))
 CELLS = [
     pytest.param(
         NAMES[layout],
         case,
         NCCL_EP[case.name][column],
-        id=f"{'core' if case.name.split('/')[0] in CORE else 'more'}-{layout}-{case.name}",
+        id=f"{tier}-{layout}-{case.name}",
         marks=pytest.mark.gpu(2),
     )
+    for tier in TIERS
     for case in contract.CASES
     for column, layout in enumerate(LAYOUTS)
-    if case.num_ranks == 2
+    if case.num_ranks == 2 and tier == tier_of(case, UNIFORM)
 ]
-BUDGET = ("uniform/R2", "zero-tokens-on-some-ranks/R2", "four-tickets/R2", "poisoned-memory-3-steps/R2", "recompute/R2")
+BUDGET = "uniform", "zero-tokens-on-some-ranks", "four-tickets", "recompute", "poisoned-memory-3-steps"
 
 
 def missing(group: dist.ProcessGroup, rank: int) -> list[str]:
@@ -43,10 +47,18 @@ def missing(group: dist.ProcessGroup, rank: int) -> list[str]:
     return library_reasons()
 
 
-LOW_LATENCY = (
-    *("uniform/R2", "skewed/R2", "zero-tokens-on-some-ranks/R2", "no-route-slots/R2", "17-experts-per-rank/R2"),
-    *("bfloat16/R2", "float16/R2", "changing-tokens-20-steps/R2", "fault-bad-id/R2"),
-)
+LOW_LATENCY = {
+    *("uniform", "skewed", "zero-tokens-on-some-ranks", "no-route-slots", "17-experts-per-rank", "bfloat16", "float16"),
+    *("changing-tokens-20-steps", "fault-bad-id"),
+    *(case.name.split("/")[0] for case in contract.CASES if case.grads == "none"),
+}
+
+
+def cells(short: Collection[str]) -> list[Any]:
+    """The cases of these names, those that need the same kernels first."""
+    there = [case for case in contract.CASES if case.num_ranks == 2]
+    tiers = {tier: [case for case in there if tier_of(case, UNIFORM, short) == tier] for tier in TIERS[:2]}
+    return [pytest.param(case, id=f"{tier}-{case.name}") for tier, cases in tiers.items() for case in cases]
 
 
 @pytest.fixture(scope="module")
@@ -71,29 +83,19 @@ def test_contract(pool: RankPool, name: str, case: contract.Case, refusal: str) 
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("name", NAMES.values())
 def test_fifty_steps_of_changing_lengths(pool: RankPool, name: str) -> None:
-    (case,) = [case for case in contract.CASES if case.name == "changing-tokens-20-steps/R2"]
-    check(pool, name, replace(case, argument="50"))
+    check(pool, name, replace(case_named("changing-tokens-20-steps/R2"), argument="50"))
 
 
 @pytest.mark.gpu(2)
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, id=f"core-{case.name}") for case in contract.CASES if case.name in BUDGET]
-)
+@pytest.mark.parametrize("case", cells(BUDGET))
 def test_a_fixed_budget_keeps_the_contract(pool: RankPool, case: contract.Case) -> None:
     check(pool, "nccl_ep-budget", case)
 
 
 @pytest.mark.gpu(2)
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(replace(case, grads="none"), id=f"core-{case.name}")
-        for case in contract.CASES
-        if case.num_ranks == 2 and (case.grads == "none" or case.name in LOW_LATENCY)
-    ],
-)
+@pytest.mark.parametrize("case", cells(LOW_LATENCY))
 def test_low_latency_keeps_the_contract_under_no_grad(pool: RankPool, case: contract.Case) -> None:
-    check(pool, "nccl_ep-low-latency", case)
+    check(pool, "nccl_ep-low-latency", replace(case, grads="none"))
 
 
 @pytest.mark.gpu(2)
