@@ -96,6 +96,10 @@ def sum_parts(parts: list[Tensor]) -> Tensor:
     return total.to(BF16)
 
 
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().flatten().view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
+
+
 class Read:
     """A tensor that kernels read until the stream is through with the call; nobody keeps it for them."""
 
@@ -107,16 +111,16 @@ class Read:
     def __call__(self) -> None:
         check(not self._memory.expired(), f"{self._what} was freed while it was read)")
         now = self._tensor()
-        same = now is None or torch.equal(now.detach().view(torch.uint8), self._then.view(torch.uint8))
+        same = now is None or torch.equal(bits(now), bits(self._then))
         check(same, f"{self._what} was changed while it was read)")
 
 
 class Written:
-    """A tensor that is handed over before it is written: all bits set until the stream is through with the call."""
+    """A tensor that is handed over before it is written: NaN or -1 until the stream is through with the call."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor, self._arrives = tensor, tensor.clone()
-        tensor.view(torch.uint8).fill_(255)
+        tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
 
     def __call__(self) -> None:
         with torch.no_grad():
@@ -149,24 +153,35 @@ class LateStream:
 
     def launch(self, what: str, fn: Callable[[], Any], keep: Sequence[Any] = (), mark: Any = None) -> Any:
         def late() -> Any:
-            results, works = fn()
+            self._buffer.lags = True
+            try:
+                results, works = fn()
+            finally:
+                self._buffer.lags = False
             return results, [*works, self._buffer.under_way()]
 
         return self._comm.launch(what, late, keep=keep, mark=mark)
 
 
 class Resource:
-    """What both buffers share: destroy (B5), and what their kernels still do (B6)."""
+    """What both buffers share: destroy (B5), and what their kernels still do (B6).
+
+    `lags`: calls come from a launch on another stream, so somebody has to wait for them.
+    """
+
+    lags = False
 
     def __init__(self, group: dist.ProcessGroup, explicitly_destroy: bool) -> None:
         self.peers, self._explicit, self._destroyed = Peers(group), explicitly_destroy, False
         self._steps: list[Callable[[], None]] = []
 
     def reads(self, call: str, **tensors: Tensor | None) -> None:
-        self._steps += [Read(call, name, tensor) for name, tensor in tensors.items() if tensor is not None]
+        if self.lags:
+            self._steps += [Read(call, name, tensor) for name, tensor in tensors.items() if tensor is not None]
 
     def writes(self, *tensors: Tensor | None) -> None:
-        self._steps += [Written(tensor) for tensor in tensors if tensor is not None]
+        if self.lags:
+            self._steps += [Written(tensor) for tensor in tensors if tensor is not None]
 
     def under_way(self) -> UnderWay:
         """What was called since it was last asked."""

@@ -97,22 +97,22 @@ def twice_destroyed(group: dist.ProcessGroup) -> None:
 
 def freed_ids(one: First) -> None:
     """The host lets go of them right behind the call, while kernels still read them."""
-    given = rows()
+    one.buffer.lags, given = True, rows()
     one.dispatch(**(given | {"topk_idx": IDS.clone()}))
     one.buffer.under_way().wait()
 
 
 def early_reuse(one: First) -> None:
     """Another computation gets the memory of x before the stream was waited for."""
-    x = torch.ones(T, H).bfloat16()
+    one.buffer.lags, x = True, torch.ones(T, H).bfloat16()
     one.dispatch(x=x)
     x.fill_(2)
     one.buffer.under_way().wait()
 
 
 def freed_handle(one: First) -> None:
-    source, *_, handle, _ = one.dispatch(**rows())
-    one.buffer.under_way()
+    source, *_, handle, _ = one.dispatch()
+    one.buffer.lags = True
     one.buffer.combine(source, handle=handle, config=one.config)
     del handle
     one.buffer.under_way().wait()
@@ -175,11 +175,11 @@ def test_a_broken_contract_is_seen(pool: RankPool, number: int) -> None:
 
 def made_right(group: dist.ProcessGroup, rank: int) -> None:
     one, two = First(group), Second(group)
-    given = rows()
-    source, *_ = one.dispatch(**given)
+    one.buffer.lags, given = True, rows()
+    source, *_, handle, _ = one.dispatch(**given)  # the handle lives
     assert source.isnan().all(), "rows were there before anybody waited"
     one.buffer.under_way().wait()
-    assert source.eq(1).all()
+    assert source.eq(1).all() and len(handle) == 6
     one.dispatch()
     one.then("dispatch")
     one.then("combine")
