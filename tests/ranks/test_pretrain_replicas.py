@@ -36,6 +36,7 @@ CASES = {
     ),
     "fixed rows": (2, ("replica.planner=fixed_rows",)),
 }
+SLOW = ("agrs", "sharded", "plain, interleaved", "sharded, interleaved")  # others are these and more
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES])
 def test_gradients_and_one_sgd_step_equal_one_rank(pool: RankPool, folder: Path, name: str) -> None:
     ep_size, overrides = CASES[name]
     expected_grads, expected_weights, expected_sums, expected_norm = reference(folder)
@@ -81,7 +82,7 @@ def train_both(group: dist.ProcessGroup, rank: int, folder: Path, ep_size: int) 
     return results
 
 
-@pytest.mark.parametrize("ep_size", [2, 4])
+@pytest.mark.parametrize("ep_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_checkpoint_optimizer_and_norm_know_no_replica(pool: RankPool, folder: Path, ep_size: int) -> None:
     for (names, numbers, copies), (plain_names, plain_numbers, none) in pool.run(train_both, folder, ep_size):
         assert names == plain_names
@@ -97,7 +98,7 @@ def bfloat16_steps(group: dist.ProcessGroup, rank: int, folder: Path, ep_size: i
     return [train_step(trainer)[0].loss for _ in range(4)]
 
 
-@pytest.mark.parametrize("ep_size", [2, 4])
+@pytest.mark.parametrize("ep_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_bfloat16(pool: RankPool, folder: Path, ep_size: int) -> None:
     ours, theirs = (pool.run(bfloat16_steps, folder, ep_size, *how)[0] for how in ((ON,), ()))
     assert ours == pytest.approx(theirs, rel=2e-2)

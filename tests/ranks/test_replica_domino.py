@@ -45,7 +45,7 @@ def body_equal(group: dist.ProcessGroup, rank: int, num: int) -> None:
             compare(small_stack(group, ON), rank, num)
 
 
-@pytest.mark.parametrize("num", [2, 3, 4])
+@pytest.mark.parametrize("num", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_values_do_not_depend_on_m(pool: RankPool, num: int) -> None:
     """Bit for bit: each micro-batch is planned from its own load, interleaved or not."""
     pool.run(body_equal, num)
@@ -105,7 +105,7 @@ def body_recompute(
     return steps, pushes
 
 
-@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("early_stop", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("attention", [True, False])
 @pytest.mark.parametrize(("num", "changes"), [(1, ON), (2, ON), (2, JOINT)])
 def test_recompute_takes_over_the_plan_and_copies_weights_once_more(

@@ -47,7 +47,10 @@ def check_replicas_worked(steps: list[Step]) -> None:
     assert fmean(after) < 1.1 < 1.3 < fmean(before)
 
 
-@pytest.mark.parametrize(("name", "num_ranks"), [("all2all", 2), ("all2all", 4), ("agrs", 2), ("agrs", 4)])
+@pytest.mark.parametrize(
+    ("name", "num_ranks"),
+    [("all2all", 2), ("all2all", 4), ("agrs", 2), pytest.param("agrs", 4, marks=pytest.mark.slow)],
+)
 def test_training_equals_training_without(pool: RankPool, name: str, num_ranks: int) -> None:
     ours = pool.run(train, CONFIGS[name] | ON, STEPS, num_ranks=num_ranks)
     theirs = pool.run(train, CONFIGS[name], STEPS, num_ranks=num_ranks)
