@@ -62,9 +62,16 @@ def arch_of(capability: tuple[int, int]) -> str:
 
 
 def cache_folder() -> Path:
-    """Where libraries are kept: moe_ep below XDG_CACHE_HOME, by default ~/.cache."""
+    """Where libraries are kept: moe_ep below XDG_CACHE_HOME, by default ~/.cache. Absolute: nvcc runs elsewhere.
+
+    Raises:
+        KernelError: neither XDG_CACHE_HOME is set nor has this user a home.
+    """
     root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "moe_ep"
+    try:
+        return (Path(root) if root else Path.home() / ".cache").absolute() / "moe_ep"
+    except RuntimeError as err:
+        raise KernelError("this user has no home folder to keep built kernels in; set XDG_CACHE_HOME to one") from err
 
 
 def library_path(arch: str) -> Path:
@@ -109,9 +116,11 @@ def build(arch: str) -> Path:
 
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Hold a file lock; the system lets go of it if this process dies."""
+    """Hold a file lock; the system lets go of it if this process dies. What such a process left is removed."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
+        for left in path.parent.glob(f"{path.stem}-*"):
+            shutil.rmtree(left, ignore_errors=True)
         yield
 
 
@@ -124,9 +133,12 @@ def command(nvcc: str, arch: str, out: Path) -> list[str]:
 
 def _compile(nvcc: str, arch: str) -> Path:
     path = library_path(arch)
-    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f"{path.stem}-") as scratch:
         out = Path(scratch) / path.name
-        done = subprocess.run(command(nvcc, arch, out), capture_output=True, text=True, cwd=scratch)
+        try:
+            done = subprocess.run(command(nvcc, arch, out), capture_output=True, text=True, cwd=scratch)
+        except OSError as err:
+            raise KernelError(f"{nvcc} cannot be run ({err.strerror}); set CUDA_HOME to a CUDA toolkit") from err
         if done.returncode != 0:
             last = "\n".join((done.stderr or done.stdout).strip().splitlines()[-8:])
             raise KernelError(f"nvcc failed to compile the kernels for {arch}:\n{last}")

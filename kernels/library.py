@@ -95,8 +95,11 @@ def missing(index: int) -> str | None:
 def state(capability: tuple[int, int]) -> str:
     """One line for a report on what a GPU of that compute capability gets, without building anything."""
     arch = arch_of(capability)
-    if find_library(arch) is not None:
-        return f"built for {arch}"
+    try:
+        if find_library(arch) is not None:
+            return f"built for {arch}"
+    except KernelError as err:
+        return f"not to be had: {err}"
     return f"not built for {arch} yet; nvcc is {'there' if find_nvcc() else 'missing, so torch moves the rows'}"
 
 

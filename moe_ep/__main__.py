@@ -35,7 +35,7 @@ def _doctor(as_json: bool) -> int:
 
 
 def _build(archs: Sequence[str]) -> int:
-    from .kernels.build import KernelError, arch_of, build
+    from .kernels.build import KernelError, arch_of, build, check_arch
 
     archs = archs or sorted({arch_of(torch.cuda.get_device_capability(index)) for index in range(num_gpus())})
     if not archs:
@@ -43,7 +43,9 @@ def _build(archs: Sequence[str]) -> int:
         return 1
     try:
         for arch in archs:
-            print(f"{arch}: {build(arch)}")
+            check_arch(arch)  # all of them before the first, which takes half a minute
+        for arch in archs:
+            print(f"{arch}: {build(arch)}", flush=True)
     except KernelError as err:
         print(f"error: {err}", file=sys.stderr)
         return 1

@@ -122,6 +122,6 @@ def _nvidia_smi(*arguments: str) -> str:
 def _output(*command: str) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    except subprocess.TimeoutExpired:
+    except (OSError, subprocess.TimeoutExpired):  # a file of that name that is no program of this machine, or hangs
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from moe_ep.kernels import build as build_module
 from moe_ep.kernels.build import KernelError, arch_of, build, command, find_library, library_path
+from moe_ep.kernels.library import state
 
 from moe_ep.__main__ import main
+from moe_ep.machine import machine
 
 # Writes its arguments into the file behind -o, counts its runs, and takes long enough for others to come.
 COMPILER = """#!/bin/sh
@@ -103,6 +106,45 @@ def test_without_a_compiler(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.undo()
 
 
+def test_a_compiler_that_is_no_program(runs: Path) -> None:
+    (runs.parent / "bin" / "nvcc").write_bytes(b"\x7fELF of another machine")
+    with pytest.raises(KernelError, match=r"bin/nvcc cannot be run \(Exec format error\); set CUDA_HOME"):
+        build("sm_90a")
+    assert machine()["nvcc"] is None
+
+
+def test_what_a_killed_build_left_is_removed_by_the_next(runs: Path) -> None:
+    code = "from moe_ep.kernels.build import build; build('sm_80')"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    job = subprocess.Popen([sys.executable, "-c", code], env=environment)
+    end = time.monotonic() + 60
+    while not runs.exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    job.kill()
+    job.wait()
+    folder = library_path("sm_80").parent
+    assert find_library("sm_80") is None and any(path.is_dir() for path in folder.iterdir())
+    assert build("sm_80") == find_library("sm_80")
+    assert {path.suffix for path in folder.iterdir()} == {".lock", ".so"}
+
+
+def test_a_relative_cache_folder(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(runs.parent)
+    monkeypatch.setenv("XDG_CACHE_HOME", "here")
+    assert build("sm_80").is_relative_to(runs.parent / "here") and find_library("sm_80") is not None
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.raises(KernelError, match="no home folder to keep built kernels in; set XDG_CACHE_HOME"):
+        build("sm_80")
+    assert state((8, 0)).startswith("not to be had: this user has no home folder")
+
+
 def test_a_library_from_elsewhere_needs_no_compiler(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = build("sm_90a")
     monkeypatch.setattr(build_module, "find_nvcc", lambda: None)
@@ -127,3 +169,5 @@ def test_the_command(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.splitlines() == [f"{arch}: {library_path(arch)}" for arch in ("sm_80", "sm_90a")]
     assert main(["build", "--arch", "volta"]) == 1
     assert "architecture 'volta' is none" in capsys.readouterr().err
+    assert main(["build", "--arch", "sm_100", "volta"]) == 1
+    assert find_library("sm_100") is None  # refused before anything is compiled
