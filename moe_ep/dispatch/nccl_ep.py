@@ -61,7 +61,7 @@ class NcclEp(Dispatcher):
         preflight("dispatcher 'nccl_ep'", equal, [], group, one_host=self.on_gpu and self.num_ranks <= 8)
         self.home = torch.device("cuda", torch.cuda.current_device()) if self.on_gpu else torch.device("cpu")
         timeout_s = group_timeout_s(group, self.home)
-        self.watchdog = Watchdog(self.name, self.rank, self.num_ranks, timeout_s / 2)
+        self.watchdog = Watchdog(self.name, self.rank, self.num_ranks, timeout_s)
         low_latency = read_options(config).low_latency
         self._print_memory(low_latency)
         lib, communicator = self.find_library(group)

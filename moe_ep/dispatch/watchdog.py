@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 DEFAULT_TIMEOUT_S = 60.0
+LIBRARY_TIMEOUT_S = 100.0  # DeepEP's kernels give up then and trap, whatever the group's timeout (configs.cuh)
 
 
 class Issued:
@@ -41,15 +42,17 @@ class Watchdog:
     Args:
         name: of the dispatcher, for messages.
         rank, num_ranks: of this rank in its group.
-        timeout_s: a communication older than that is overdue.
+        timeout_s: what waits for a peer gives up then, which may end the process.
 
     Attributes:
+        overdue_s: a communication older than that is named: early enough to be read before anything gives up.
         last_ended: number and words of the last communication that ended.
         broken: set by whoever saw one fail: the ranks are not in step any more, so no further collective can work.
     """
 
     def __init__(self, name: str, rank: int, num_ranks: int, timeout_s: float) -> None:
-        self.name, self.rank, self.num_ranks, self.timeout_s = name, rank, num_ranks, timeout_s
+        self.name, self.rank, self.num_ranks = name, rank, num_ranks
+        self.overdue_s = min(timeout_s, LIBRARY_TIMEOUT_S) / 2
         self.last_ended = "none"
         self.broken = False
         self._issued: collections.deque[Issued] = collections.deque()
@@ -110,7 +113,7 @@ class Watchdog:
             self._tell_overdue()
             with self._wake:
                 if not self._closed:
-                    self._wake.wait(self.timeout_s / 4 if self._issued else None)
+                    self._wake.wait(self.overdue_s / 4 if self._issued else None)
 
     def _forget_ended(self) -> None:
         with self._wake:
@@ -121,7 +124,7 @@ class Watchdog:
     def _tell_overdue(self) -> None:
         with self._wake:
             late = self._issued[0] if self._issued else None
-        if late is None or late.told or time.monotonic() - late.since < self.timeout_s:
+        if late is None or late.told or time.monotonic() - late.since < self.overdue_s:
             return
         late.told = True
         waited = time.monotonic() - late.since

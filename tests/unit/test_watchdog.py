@@ -58,3 +58,10 @@ def test_the_thread_ends_with_close() -> None:
     dog.close()
     thread.join(10)
     assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("timeout_s", [10, 60, 600, 1800])
+def test_what_stalls_is_named_before_the_group_or_the_library_gives_up(timeout_s: float) -> None:
+    dog = Watchdog("deepep", 0, 2, timeout_s)
+    latest = dog.overdue_s * 1.25  # it looks four times in that span
+    assert latest < min(timeout_s, 100)  # NUM_CPU_TIMEOUT_SECS, NUM_TIMEOUT_CYCLES of DeepEP's configs.cuh
