@@ -150,6 +150,32 @@ def test_ranks_with_another_form_hear_of_it(pool: RankPool) -> None:
     assert first.startswith("PeerError: the ranks disagree about the dispatcher: options is")
 
 
+@pytest.mark.parametrize(
+    ("key", "value"), [("max_tokens", 7), ("top_k", 4), ("hidden_size", 512), ("num_experts", 16), ("num_sms", 8)]
+)
+def test_every_rank_names_a_size_that_differs_on_one(pool: RankPool, key: str, value: int) -> None:
+    first, second = pool.run(said_at_construction, [{}, {key: value}], num_ranks=2)
+    assert first == second
+    assert f"{key} is {getattr(config(), key)!r} on rank 0, {value} on rank 1" in first
+
+
+def test_a_dtype_that_one_rank_alone_cannot_have_is_told_to_the_other(pool: RankPool) -> None:
+    for said in pool.run(said_at_construction, [{}, {"dtype": "float32"}], num_ranks=2):
+        assert "dtype is 'bfloat16' on rank 0, 'float32' on rank 1" in said
+
+
+def other_release(group: dist.ProcessGroup, rank: int) -> str:
+    releases = ["tokenspeed-deepep 1.2.1", "a-fork 9.8"]
+    with mock.patch("moe_ep.dispatch.deepep_library.distribution", lambda: releases[rank]):
+        return said_at_construction(group, rank, [{}, {}])
+
+
+def test_ranks_with_other_releases_hear_of_it_before_anything_is_allocated(pool: RankPool) -> None:
+    first, second = pool.run(other_release, num_ranks=2)
+    assert first == second
+    assert "deep_ep is 'tokenspeed-deepep 1.2.1' on rank 0, 'a-fork 9.8' on rank 1" in first
+
+
 def without_the_fix(group: dist.ProcessGroup, rank: int) -> str:
     """A release whose constructor lacks the argument that came shortly after the fix of other hidden sizes."""
 

@@ -260,6 +260,29 @@ def test_ranks_with_other_versions_hear_of_it_before_anything_is_made(pool: Rank
     assert said[0].startswith("PeerError: the ranks disagree about dispatcher 'nccl_ep': double is '0' on rank 0")
 
 
+def said_at_construction(group: dist.ProcessGroup, rank: int, key: str, value: Any) -> str:
+    """Rank 1 alone is given another value."""
+    try:
+        make(group, **({key: value} if rank == 1 else {}))
+    except MoEError as err:
+        return f"{type(err).__name__}: {err}"
+    finally:
+        close_dispatchers(group)
+    return "built"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("max_tokens", 5), ("top_k", 4), ("hidden_size", 16), ("num_experts", 16), ("dtype", "bfloat16"),
+     ("options", (("budget_rows", 64),))],
+)  # fmt: skip
+def test_every_rank_names_what_differs_on_one(pool: RankPool, key: str, value: Any) -> None:
+    first, second = pool.run(said_at_construction, key, value, num_ranks=2)
+    assert first == second
+    assert first.startswith("PeerError: the ranks disagree about the dispatcher: ")
+    assert f"{key} is " in first and f"{value!r} on rank 1" in first
+
+
 def out_of_order(group: dist.ProcessGroup, rank: int) -> None:
     """Two micro-batches, dispatched in another order on rank 1: the library would mix them up or hang."""
     dispatcher = make(group)
