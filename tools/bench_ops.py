@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from moe_ep.kernels.routes import count_message, count_message_reference
 from torch import Tensor
 
-from moe_ep.activation import activate, activate_backward, scale_
+from moe_ep.activation import activate, activate_backward, scale_, zero_tail_
 from moe_ep.grouped_mlp import grouped_swiglu
 from moe_ep.permute import ExpertInput, SortedRoutes, gather_rows, regroup, sort_routes, sum_rows
 
@@ -108,9 +109,17 @@ def _integers(ids: Tensor, counts_RL: Tensor, num_experts: int) -> list[Work]:
     def group(kernels: bool) -> Sequence[Tensor]:
         return [tensor for tensor in regroup(counts_RL, num_rows, kernels=kernels) if tensor is not None]
 
+    num_ranks, num_local = counts_RL.shape
+    counts_E, faults = counts_RL.reshape(-1).contiguous(), [counts_RL.new_zeros(()), counts_RL.new_zeros(())]
+
+    def tell(kernels: bool) -> Sequence[Tensor]:
+        message = count_message if kernels else count_message_reference
+        return [message(counts_E, faults, [4, 6], 0, 1, num_ranks)[0]]
+
     return [
         Work(name="sort_routes", run=sort, num_bytes=num_rows * (8 + 3 * 4)),
         Work(name="regroup_rows", run=group, num_bytes=num_rows * 2 * 4),
+        Work(name="count_message", run=tell, num_bytes=num_ranks * (2 * num_local + 3) * 8 + 2 * 8),
     ]
 
 
@@ -157,6 +166,11 @@ def _activations(place: Place) -> list[Work]:
         found = activate_backward(taken, h, weights, ends, (True, True, True), kernels=kernels)
         return [tensor for tensor in found if tensor is not None]
 
+    three_quarters, tail = ends * 3 // 4, N - N * 3 // 4
+
+    def clear(kernels: bool) -> Sequence[Tensor]:
+        return [zero_tail_(y.clone(), three_quarters, None, kernels=kernels)]
+
     return [
         Work(
             name="swiglu: forward",
@@ -170,6 +184,7 @@ def _activations(place: Place) -> list[Work]:
             run=lambda kernels: [scale_(y.clone(), weights, ends, kernels=kernels)],
             num_bytes=4 * N * H * e,
         ),
+        Work(name="clone, zero_tail", run=clear, num_bytes=(2 * N + tail) * H * e),
     ]
 
 
