@@ -30,7 +30,7 @@ from ..routing import Routing
 from ..schedule import Link
 from ..streams import CommStream, InFlight, LanePool, comm_stream
 from ..tracing import stage_range
-from .capabilities import Capabilities, check_input, group_serves, too_many_tickets
+from .capabilities import Capabilities, capture_refusal, check_input, group_serves, is_captured, too_many_tickets
 from .count_checks import check_counts
 from .ticket import Stage, Ticket
 from .transfer import pack, start_call
@@ -190,9 +190,12 @@ class Dispatcher(ABC):
             InputError: wrong shape, dtype, device; ids out of range (here or at the next stage, where the counts are
                 read). The other ranks get a PeerError that names this one.
             CapacityError: more tokens than max_tokens.
-            ProtocolError: more tickets are in flight than the back end holds.
+            ProtocolError: more tickets are in flight than the back end holds; or a CUDA graph is being captured, which
+                cannot hold this back end (before anything is sent: all ranks capture, or none).
         """
         ticket = Ticket(layer, micro_batch, owner=self, waits=waits, num_micro_batches=num_micro_batches)
+        if is_captured(x_TH) and (why := capture_refusal(self.name, self.capabilities, self.host_syncs)) is not None:
+            raise _everywhere(ProtocolError(f"{ticket.where}: {why}"))
         self._enter(ticket, Stage.DISPATCH_PREPROCESS)
         self._count(ticket)
         fault = self._find_fault(x_TH, routing)
@@ -200,10 +203,7 @@ class Dispatcher(ABC):
             code, value, error = fault
             self._announce(ticket, self.served_device(x_TH.device if isinstance(x_TH, Tensor) else None), code, value)
             ticket.release()
-            told = type(error)(f"{ticket.where}: {error}")
-            mark_everywhere(told)
-            mark_reported(told)
-            raise told
+            raise _everywhere(type(error)(f"{ticket.where}: {error}"))
         ticket.num_tokens, self._device = x_TH.shape[0], x_TH.device
         if self.num_lane_ints:
             ticket.lend(*self.lanes.borrow(x_TH.device))
@@ -435,3 +435,10 @@ class Dispatcher(ABC):
         except MoEError as err:
             return Fault.TOO_MANY_TOKENS, x_TH.shape[0], err
         return None
+
+
+def _everywhere(error: MoEError) -> MoEError:
+    """The error, as one that the other ranks raise too or have been told of."""
+    mark_everywhere(error)
+    mark_reported(error)
+    return error

@@ -113,6 +113,22 @@ def too_many_tickets(caps: Capabilities, num_micro_batches: int) -> str:
     )
 
 
+def capture_refusal(name: str, caps: Capabilities, host_syncs: int) -> str | None:
+    """Why a CUDA graph that is being captured cannot hold a micro-batch of a back end, None where it can."""
+    if caps.graph_capture and host_syncs == 0:
+        return None
+    if caps.graph_capture:
+        why = f"dispatcher {name!r} reads counts on the host as it is configured; set capacity_factor"
+    else:
+        why = f"dispatcher {name!r} does not serve that; take 'direct' with capacity_factor"
+    return f"a CUDA graph is being captured, and {why}, or leave the layer out of the graph"
+
+
+def is_captured(x: object) -> bool:
+    """Whether work on a tensor goes into a CUDA graph that is being captured."""
+    return isinstance(x, Tensor) and x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def check_input(
     config: DispatchConfig, caps: Capabilities, group: dist.ProcessGroup | None, x_TH: Tensor, routing: Routing
 ) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_ep import MoEConfig, MoELayer
 from moe_ep.dispatch import close_dispatchers
-from moe_ep.errors import CapacityError
+from moe_ep.errors import CapacityError, ProtocolError
 from moe_ep.testing.ranks import RankPool
 
 pytestmark = pytest.mark.gpu
@@ -87,6 +87,26 @@ def body_overflow(group: dist.ProcessGroup | None, rank: int) -> tuple[str, bool
     return text, bool(torch.isfinite(y).all() and torch.isfinite(again).all())
 
 
+def body_refused(group: dist.ProcessGroup | None, rank: int, name: str) -> tuple[str, bool]:
+    """What reads counts refuses to be captured, and the next step outside of a graph is right."""
+    options = {"dispatcher": name} if name != "direct" else {}
+    layer = build(group, **{"capacity_factor": None, **options})
+    x = torch.randn(TOKENS, HIDDEN, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        before, _ = layer(x)
+        torch.cuda.synchronize()
+        text = ""
+        try:
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                layer(x)
+        except ProtocolError as err:
+            text = str(err)
+        after, _ = layer(x)
+    same = torch.equal(before, after)
+    close_dispatchers(group)
+    return text, same
+
+
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
     with RankPool(2, backend="cpu:gloo,cuda:nccl", device="cuda", timeout_s=120) as ranks:
@@ -113,3 +133,10 @@ def test_two_ranks(pool: RankPool, options: dict[str, object]) -> None:
 def test_too_many_rows_are_read_behind_the_step(pool: RankPool) -> None:
     for text, finite in pool.run(body_overflow):
         assert "384 expert rows are more than a rank has room for" in text and finite
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("name", ["direct", "all2all"])
+def test_a_graph_cannot_hold_what_reads_counts(pool: RankPool, name: str) -> None:
+    for text, same in pool.run(body_refused, name):
+        assert "a CUDA graph is being captured" in text and same

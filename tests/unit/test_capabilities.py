@@ -24,7 +24,9 @@ from moe_ep import (
     recompute_region,
     register_dispatcher,
 )  # fmt: skip
-from moe_ep.dispatch.capabilities import capability_reasons
+from moe_ep.dispatch import base
+from moe_ep.dispatch.all2all import All2All
+from moe_ep.dispatch.capabilities import capability_reasons, capture_refusal
 from moe_ep.dispatch.local import Local
 from moe_ep.dispatch.registry import unavailable_reasons
 from moe_ep.testing.contract import CASES
@@ -54,6 +56,29 @@ def test_what_a_back_end_cannot_serve_is_refused_at_the_call(ids: list[list[int]
     with pytest.raises(InputError, match=text):
         Picky(CONFIG, None).dispatch_preprocess(torch.ones(len(ids), 8), value)
     Local(replace(CONFIG, name="local"), None).dispatch_preprocess(torch.ones(len(ids), 8), value)
+
+
+def test_capture_of_a_graph_is_refused_where_it_cannot_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    dispatchers = {"all2all": All2All(replace(CONFIG, name="all2all"), None), "local": Local(CONFIG, None)}
+    monkeypatch.setattr(base, "is_captured", lambda x: True)
+    x, value = torch.ones(1, 8), routing([[1, -1]])
+    dispatchers["local"].dispatch_preprocess(x, value)
+    with pytest.raises(
+        ProtocolError,
+        match="layer 3, micro-batch 1: a CUDA graph is being captured, and dispatcher 'all2all' does not serve that; "
+        "take 'direct' with capacity_factor",
+    ):
+        dispatchers["all2all"].dispatch_preprocess(x, value, layer=3, micro_batch=1)
+    monkeypatch.undo()
+    dispatchers["all2all"].dispatch_preprocess(x, value)  # as if nothing had been
+
+
+def test_capture_needs_rows_without_the_host() -> None:
+    caps = Capabilities(graph_capture=True, host_syncs=1)
+    assert capture_refusal("direct", caps, 0) is None
+    assert "reads counts on the host as it is configured; set capacity_factor" in str(
+        capture_refusal("direct", caps, 1)
+    )
 
 
 def test_what_it_serves_goes_through() -> None:
