@@ -35,15 +35,18 @@ class KernelOp:
         return self.op(first, *others)
 
 
-def register(schema: str, *, reference: Op, kernel: Op, fake: Op) -> KernelOp:
+def register(schema: str, *, reference: Op | None, kernel: Op, fake: Op) -> KernelOp:
     """Define `moe_ep::NAME` by its schema, unless that has happened; returns the op.
+
+    Without a reference there is no such op on a CPU.
 
     Autograd is not part of the op: callers wrap it in an autograd function of their own, which saves integers only.
     """
     name = schema.partition("(")[0]
     if not hasattr(getattr(torch.ops, NAMESPACE), name):
         _library.define(schema)
-        _library.impl(name, reference, "CPU")
+        if reference is not None:
+            _library.impl(name, reference, "CPU")
         _library.impl(name, kernel, "CUDA")
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
     return KernelOp(getattr(getattr(torch.ops, NAMESPACE), name).default, kernel)

@@ -4,7 +4,8 @@
     plan_fixed_rows the same, of equal rows on every rank
     reroute         ids [T, K] of one rank and that plan -> physical ids [T, K]
 
-Both compute what `moe_ep/replica` computes in torch, bit for bit; the worked examples stand there.
+Both compute what `moe_ep/replica` computes in torch, bit for bit; the worked examples stand there. That is also why
+there are no references here: they would be a second copy of it, and nothing here may import it.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from torch import Tensor
 
 from .build import KernelError
 from .library import launch, library
+from .registry import register
 from .routes import sort_routes
 
+Planned = tuple[Tensor, Tensor, Tensor, Tensor]
 SHARED_BYTES = {8: 163 << 10, 9: 227 << 10, 10: 227 << 10}  # of a block, by major compute capability
 
 
-def plan_replicas(
-    load: Tensor, slots: int, min_quota: int, tolerance: int, domain_size: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def plan_replicas(load: Tensor, slots: int, min_quota: int, tolerance: int, domain_size: int) -> Planned:
     """Plan one micro-batch; one block a domain.
 
     Args:
@@ -37,6 +38,11 @@ def plan_replicas(
     Raises:
         KernelError: more ranks, experts or slots than fit into a block's shared memory.
     """
+    made: Planned = plan_replicas_op(load, slots, min_quota, tolerance, domain_size)
+    return made
+
+
+def _plan_replicas(load: Tensor, slots: int, min_quota: int, tolerance: int, domain_size: int) -> Planned:
     num_ranks, num_experts = load.shape
     num_domains = num_ranks // domain_size
     inside = num_experts // num_domains
@@ -53,7 +59,7 @@ def plan_replicas(
     return outputs
 
 
-def plan_fixed_rows(load: Tensor, slots: int, domain_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def plan_fixed_rows(load: Tensor, slots: int, domain_size: int) -> Planned:
     """Plan one micro-batch with equal rows on every rank; arguments and results as for `plan_replicas`.
 
     Args:
@@ -61,15 +67,20 @@ def plan_fixed_rows(load: Tensor, slots: int, domain_size: int) -> tuple[Tensor,
         slots: S, at least L.
         domain_size: divides R.
     """
+    made: Planned = plan_fixed_rows_op(load, slots, domain_size)
+    return made
+
+
+def _plan_fixed_rows(load: Tensor, slots: int, domain_size: int) -> Planned:
     outputs = _outputs(load, slots, domain_size)
     launch("moe_ep_plan_fixed_rows", load, load.contiguous(), *outputs, *load.shape, domain_size, slots)
     return outputs
 
 
-def _outputs(load: Tensor, slots: int, domain_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _outputs(load: Tensor, slots: int, domain_size: int) -> Planned:
     num_ranks, num_experts = load.shape
     quota, instances = load.new_empty(num_experts, num_ranks), load.new_empty(num_ranks, slots)
-    peak, bound = load.new_empty(2, num_ranks // domain_size).unbind()
+    peak, bound = load.new_empty(num_ranks // domain_size), load.new_empty(num_ranks // domain_size)
     return quota, instances, peak, bound
 
 
@@ -86,6 +97,11 @@ def reroute(ids: Tensor, load: Tensor, quota: Tensor, instances: Tensor, rank: i
     Returns:
         Physical ids int64 [T, K], and int64 []: experts of which the plan counts other rows of this rank than it has.
     """
+    made: tuple[Tensor, Tensor] = reroute_op(ids, load, quota, instances, rank)
+    return made
+
+
+def _reroute(ids: Tensor, load: Tensor, quota: Tensor, instances: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     num_ranks, num_experts = load.shape
     ids = ids.contiguous()
     _, _, positions, counts, offsets, _ = sort_routes(ids, num_experts, 1)
@@ -96,3 +112,28 @@ def reroute(ids: Tensor, load: Tensor, quota: Tensor, instances: Tensor, rank: i
     sizes = (ids.numel(), num_ranks, num_experts, instances.shape[1], rank)
     launch("moe_ep_reroute", ids, *tables, ids, positions, offsets, counts, out, wrong, *sizes)
     return out, wrong
+
+
+def _fake_reroute(ids: Tensor, load: Tensor, quota: Tensor, instances: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(ids, memory_format=torch.contiguous_format), ids.new_empty(())
+
+
+plan_replicas_op = register(
+    "plan_replicas(Tensor load, int slots, int min_quota, int tolerance, int domain_size) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    reference=None,
+    kernel=_plan_replicas,
+    fake=lambda load, slots, min_quota, tolerance, domain_size: _outputs(load, slots, domain_size),
+)
+plan_fixed_rows_op = register(
+    "plan_fixed_rows(Tensor load, int slots, int domain_size) -> (Tensor, Tensor, Tensor, Tensor)",
+    reference=None,
+    kernel=_plan_fixed_rows,
+    fake=_outputs,
+)
+reroute_op = register(
+    "reroute(Tensor ids, Tensor load, Tensor quota, Tensor instances, int rank) -> (Tensor, Tensor)",
+    reference=None,
+    kernel=_reroute,
+    fake=_fake_reroute,
+)

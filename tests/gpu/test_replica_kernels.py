@@ -152,3 +152,15 @@ def test_neither_waits_for_the_host_and_both_replay_from_a_graph() -> None:
         assert torch.equal(made.quota.cpu(), want.quota)
         assert torch.equal(moved.expert_ids.cpu(), reroute(routing_of(batch[3], 64), want, 3).expert_ids)
         assert int(wrong) == 0
+
+
+def test_ops_obey_their_schemas_and_fakes() -> None:
+    from moe_ep.kernels.replica import plan_fixed_rows_op, plan_replicas_op, reroute_op
+
+    load = torch.tensor([[6, 0, 1, 1], [0, 2, 3, 3]], dtype=torch.int32, device="cuda")
+    ids = torch.tensor([[0, 2], [0, 3], [0, 0], [0, 0]], device="cuda")
+    check, tests = torch.library.opcheck, ("test_schema", "test_faketensor")
+    check(plan_replicas_op.op, (load, 1, 1, 0, 2), test_utils=tests)
+    check(plan_fixed_rows_op.op, (load, 2, 2), test_utils=tests)
+    quota, instances, _, _ = plan_replicas_op(load, 1, 1, 0, 2)
+    check(reroute_op.op, (ids, load, quota, instances, 0), test_utils=tests)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from moe_ep.kernels import replica, routes, rows
+from moe_ep.kernels import swiglu as swiglu_ops
+from moe_ep.kernels.registry import KernelOp
 from moe_ep.kernels.routes import count_message, regroup_rows, sort_routes
 from moe_ep.kernels.rows import gather_rows, sum_rows
 from moe_ep.kernels.swiglu import scale_rows, swiglu, swiglu_backward, zero_tail
+from torch._subclasses import FakeTensorMode
 
 from moe_ep.activation import activate, activate_backward, scale_, zero_tail_
 from moe_ep.permute import gather_rows as torch_gather
@@ -151,3 +157,29 @@ def test_scaling_and_zeroing_stop_at_the_bound() -> None:
     zero_tail(scaled, ends[-1:])
     assert scaled.tolist() == [[2.0, 2.0], [3.0, 3.0], [0.0, 0.0]]
     assert zero_tail_(rows.clone(), ends, None, kernels=False).tolist() == [[1.0, 1.0], [1.0, 1.0], [0.0, 0.0]]
+
+
+def test_every_op_with_a_reference_has_a_short_one() -> None:
+    for module in (rows, routes, swiglu_ops):
+        ops = {name for name, value in vars(module).items() if isinstance(value, KernelOp)}
+        references = {name: value for name, value in vars(module).items() if name.endswith("_reference")}
+        assert {f"{name}_reference" for name in ops} == set(references)
+        for name, reference in references.items():
+            assert len(inspect.getsource(reference).splitlines()) <= 40, name
+
+
+def test_planning_and_rerouting_can_be_traced() -> None:
+    with FakeTensorMode():
+        load = torch.empty(4, 16, dtype=torch.int32, device="cuda")
+        ids = torch.empty(2, 5, dtype=torch.int64, device="cuda").t()
+        quota, instances, peak, bound = replica.plan_replicas(load, 2, 1, 0, 2)
+        assert [tuple(t.shape) for t in (quota, instances, peak, bound)] == [(16, 4), (4, 2), (2,), (2,)]
+        assert [tuple(t.shape) for t in replica.plan_fixed_rows(load, 4, 4)] == [(16, 4), (4, 4), (1,), (1,)]
+        out, wrong = replica.reroute(ids, load, quota, instances, 0)
+        assert (out.shape, out.dtype, out.is_contiguous(), wrong.shape) == (ids.shape, torch.int64, True, ())
+        assert {t.dtype for t in (quota, instances, peak, bound)} == {torch.int32}
+
+
+def test_planning_by_kernels_is_no_op_of_a_cpu() -> None:
+    with pytest.raises(NotImplementedError, match="moe_ep::plan_replicas"):
+        replica.plan_replicas(torch.ones(2, 4, dtype=torch.int32), 1, 1, 0, 2)
