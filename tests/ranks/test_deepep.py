@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
+import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -176,6 +179,31 @@ def test_ranks_with_other_releases_hear_of_it_before_anything_is_allocated(pool:
     assert "deep_ep is 'tokenspeed-deepep 1.2.1' on rank 0, 'a-fork 9.8' on rank 1" in first
 
 
+def over_two_groups(group: dist.ProcessGroup, rank: int) -> tuple[bool, bool, bool]:
+    """The same ranks in a second group, micro-batches of both under way at once: buffers apart, results right."""
+    second = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
+    both: list[Any] = [build_dispatcher(config(), each) for each in (group, second)]
+    inputs = [micro_batch(2 * rank + i) for i in range(2)]
+    tickets = [d.dispatch_preprocess(x, routing) for d, (x, routing) in zip(both, inputs, strict=True)]
+    for dispatcher, ticket in zip(both, tickets, strict=True):
+        dispatcher.dispatch(ticket)
+    for dispatcher, ticket in zip(both, tickets, strict=True):
+        dispatcher.combine_preprocess(ticket, dispatcher.dispatch_postprocess(ticket).rows())
+        dispatcher.combine(ticket)
+    found = [d.combine_postprocess(ticket).float() for d, ticket in zip(both, tickets, strict=True)]
+    # experts that change nothing and weigh nothing: every token comes home K times
+    right = [torch.allclose(y, 2 * x.float(), rtol=2**-7) for y, (x, _) in zip(found, inputs, strict=True)]
+    apart = both[0].link._buffer is not both[1].link._buffer
+    close_dispatchers(second)
+    close_dispatchers(group)
+    dist.destroy_process_group(second)
+    return apart, right[0], right[1]
+
+
+def test_a_second_group_gets_a_buffer_of_its_own(pool: RankPool) -> None:
+    assert pool.run(over_two_groups, num_ranks=2) == [(True, True, True)] * 2
+
+
 def without_the_fix(group: dist.ProcessGroup, rank: int) -> str:
     """A release whose constructor lacks the argument that came shortly after the fix of other hidden sizes."""
 
@@ -231,6 +259,36 @@ def test_a_timeout_of_the_library_names_the_call(pool: RankPool, stage: str) -> 
         assert f"rank {rank} of 2, deepep_double (2 ranks, 4 experts on each), api v1" in said
         assert f"communication {number}: {stage} of layer 3, micro-batch 1" in said
         assert "DeepEP error: CPU recv timeout" in said
+
+
+def come_late(group: dist.ProcessGroup, rank: int) -> list[str]:
+    """Rank 1 is late for the dispatch, rank 0 for the combine: what the watchdog of each prints."""
+    printed = io.StringIO()
+    with contextlib.redirect_stderr(printed):
+        _come_late(group, rank)
+    return [line for line in printed.getvalue().splitlines() if "has not ended" in line]
+
+
+def _come_late(group: dist.ProcessGroup, rank: int) -> None:
+    dispatcher: Any = build_dispatcher(config(), group)
+    dispatcher.watchdog.overdue_s = 0.1
+    x, routing = micro_batch(rank)
+    ticket = dispatcher.dispatch_preprocess(x, routing, layer=3, micro_batch=1)
+    time.sleep(1.0 * rank)
+    dispatcher.dispatch(ticket)
+    dispatcher.combine_preprocess(ticket, dispatcher.dispatch_postprocess(ticket).rows())
+    time.sleep(1.0 * (1 - rank))
+    dispatcher.combine(ticket)
+    dispatcher.combine_postprocess(ticket)
+    close_dispatchers(group)
+
+
+def test_ranks_that_wait_say_for_what_and_a_late_one_says_nothing(pool: RankPool) -> None:
+    said = pool.run(come_late, num_ranks=2)
+    for rank, (number, stage) in enumerate([(1, "dispatch"), (2, "combine")]):
+        (line,) = said[rank]
+        assert f"rank {rank} of 2" in line
+        assert f"communication {number}: {stage} of layer 3, micro-batch 1 was issued" in line
 
 
 def close_twice(group: dist.ProcessGroup, rank: int) -> list[str]:
