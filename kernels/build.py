@@ -22,6 +22,7 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parent
 FLAGS = ("-O3", "-std=c++17", "-shared", "-Xcompiler", "-fPIC", "-cudart", "static", "-t", "0")
 _DIGEST_BYTES = 32
+_OLDEST = 80  # __reduce_max_sync, cp.async
 
 
 class KernelError(RuntimeError):
@@ -48,10 +49,12 @@ def check_arch(arch: str) -> str:
     """The architecture itself.
 
     Raises:
-        KernelError: not of the form sm_80, sm_90a.
+        KernelError: not of the form sm_80, sm_90a; or older than the kernels' instructions.
     """
     if re.fullmatch(r"sm_\d{2,3}[af]?", arch) is None:
         raise KernelError(f"architecture {arch!r} is none; give sm_ and a compute capability, such as sm_80 or sm_90a")
+    if int(re.sub(r"\D", "", arch)) < _OLDEST:
+        raise KernelError(f"the kernels use instructions of sm_{_OLDEST} and newer, and {arch} is older")
     return arch
 
 

@@ -30,7 +30,15 @@ from ..routing import Routing
 from ..schedule import Link
 from ..streams import CommStream, InFlight, LanePool, comm_stream
 from ..tracing import stage_range
-from .capabilities import Capabilities, capture_refusal, check_input, group_serves, is_captured, too_many_tickets
+from .capabilities import (
+    Capabilities,
+    capture_refusal,
+    check_input,
+    group_serves,
+    is_captured,
+    row_capacity,
+    too_many_tickets,
+)
 from .count_checks import check_counts
 from .ticket import Stage, Ticket
 from .transfer import pack, start_call
@@ -161,7 +169,14 @@ class Dispatcher(ABC):
         movers = ", rows moved by CUDA kernels" if self.kernels else ""
         in_line = self.early_apart and self.num_ranks > 1 and self._early_group is self.group
         counts = ", counts in line behind rows (the group's back end cannot be opened twice)" if in_line else ""
-        return f"{self.name} ({ranks}, {self.num_local} experts on each{movers}{counts})"
+        return f"{self.name} ({ranks}, {self.num_local} experts on each{movers}{counts}{self._room()})"
+
+    def _room(self) -> str:
+        rows = row_capacity(self.config, self.num_ranks)
+        if rows is None:
+            return ""
+        mib = rows * self.config.hidden_size * self.dtype.itemsize / 2**20
+        return f", room for {rows} expert rows of each micro-batch, {mib:.1f} MiB a tensor of them"
 
     # what a caller uses
 

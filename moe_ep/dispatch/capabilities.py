@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -127,6 +128,17 @@ def capture_refusal(name: str, caps: Capabilities, host_syncs: int) -> str | Non
 def is_captured(x: object) -> bool:
     """Whether work on a tensor goes into a CUDA graph that is being captured."""
     return isinstance(x, Tensor) and x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def row_capacity(config: DispatchConfig, num_ranks: int) -> int | None:
+    """Expert rows that `capacity_factor` gives a rank room for: that many times T*K, at most what all ranks can send.
+
+    T*K is what each of R ranks receives where loads are equal. None: rows are as many as there are.
+    """
+    if config.capacity_factor is None or config.max_tokens is None:
+        return None
+    sent = config.max_tokens * config.top_k
+    return min(num_ranks * sent, max(1, math.ceil(config.capacity_factor * sent)))
 
 
 def check_input(

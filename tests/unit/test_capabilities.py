@@ -26,7 +26,7 @@ from moe_ep import (
 )  # fmt: skip
 from moe_ep.dispatch import base
 from moe_ep.dispatch.all2all import All2All
-from moe_ep.dispatch.capabilities import capability_reasons, capture_refusal
+from moe_ep.dispatch.capabilities import capability_reasons, capture_refusal, row_capacity
 from moe_ep.dispatch.local import Local
 from moe_ep.dispatch.registry import unavailable_reasons
 from moe_ep.testing.contract import CASES
@@ -56,6 +56,19 @@ def test_what_a_back_end_cannot_serve_is_refused_at_the_call(ids: list[list[int]
     with pytest.raises(InputError, match=text):
         Picky(CONFIG, None).dispatch_preprocess(torch.ones(len(ids), 8), value)
     Local(replace(CONFIG, name="local"), None).dispatch_preprocess(torch.ones(len(ids), 8), value)
+
+
+@pytest.mark.parametrize(("factor", "num_ranks", "rows"), [(1.25, 4, 20), (3.0, 2, 32), (0.01, 2, 1), (None, 2, None)])
+def test_room_for_rows_is_a_multiple_of_equal_loads(factor: float | None, num_ranks: int, rows: int | None) -> None:
+    config = replace(CONFIG, capacity_factor=factor, max_tokens=8)
+    assert row_capacity(config, num_ranks) == rows
+
+
+def test_what_the_room_takes_is_said() -> None:
+    config = replace(CONFIG, hidden_size=4096, max_tokens=256, capacity_factor=1.0)
+    assert Picky(config, None).describe() == (
+        "picky (1 rank, 4 experts on each, room for 512 expert rows of each micro-batch, 8.0 MiB a tensor of them)"
+    )
 
 
 def test_capture_of_a_graph_is_refused_where_it_cannot_work(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,6 +162,9 @@ def test_architectures() -> None:
     assert [arch_of(c) for c in ((8, 0), (9, 0), (10, 0), (12, 1))] == ["sm_80", "sm_90a", "sm_100", "sm_121"]
     with pytest.raises(KernelError, match="architecture 'hopper' is none; give sm_"):
         library_path("hopper")
+    with pytest.raises(KernelError, match="instructions of sm_80 and newer, and sm_75 is older"):
+        build("sm_75")
+    assert state((7, 5)) == "not to be had: the kernels use instructions of sm_80 and newer, and sm_75 is older"
 
 
 def test_the_command(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
