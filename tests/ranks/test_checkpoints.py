@@ -258,9 +258,10 @@ def test_a_run_that_goes_back_keeps_its_new_work(tmp_path: Path) -> None:
     last = max(step for step, _ in list_steps(folder))
     assert f"saved step {last}" in job.text(0)
     said = "put aside, as this run goes on from step 2 without them: step-00000003.aside, step-00000004.aside"
-    said += ", metrics.jsonl.aside"
-    rows = (tmp_path / "runs" / "small" / "metrics.jsonl.aside").read_text().splitlines()
-    assert [json.loads(row)["step"] for row in rows] == [1, 2, 3, 4]
+    for name in ("metrics.jsonl.aside", "load.jsonl.aside"):
+        said += f", {name}"
+        rows = (tmp_path / "runs" / "small" / name).read_text().splitlines()
+        assert [json.loads(row)["step"] for row in rows] == [1, 2, 3, 4]
     assert said in job.text(0).splitlines()
     assert {path.name for path in folder.iterdir()} == {
         step_name(last), "step-00000003.aside", "step-00000004.aside"
