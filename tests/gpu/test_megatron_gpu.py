@@ -148,6 +148,48 @@ def test_interleaved_pieces_are_the_serial_ones(pool: RankPool, name: str) -> No
             assert (a - b).norm() <= 2**-7 * a.norm()
 
 
+def in_fp8(group: Any, rank: int, ours: str | None) -> Any:
+    changes = dict(bf16=True, params_dtype=torch.bfloat16, fp8="hybrid", fp8_recipe="tensorwise")
+    with megatron_cpu.parallel(2):
+        model = model_of(ours, grouped=True, **changes)
+        loss = losses(model, rank, 0).float().mean()
+        loss.backward()
+        return loss.item(), [p.grad.double().norm().item() for p in model.parameters()]
+
+
+def test_fp8_experts_take_our_rows_as_megatrons(pool: RankPool) -> None:
+    """Rows of an expert are the same in the same order, so they are scaled alike; what differs is bfloat16 sums."""
+    engine()
+    for (want, norms), (loss, our_norms) in zip(pool.run(in_fp8, None), pool.run(in_fp8, "all2all"), strict=True):
+        assert loss == pytest.approx(want, rel=2e-2)
+        assert our_norms == pytest.approx(norms, rel=0.1, abs=1e-3 * max(norms))
+
+
+def recomputed(group: Any, rank: int) -> Any:
+    from moe_ep.integrations.megatron import use_domino
+
+    whole = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with megatron_cpu.parallel(2):
+            found = []
+            for changes in ({}, dict(attention_dropout=0.3), dict(whole, attention_dropout=0.3)):
+                model = use_domino(model_of("all2all", **changes), 2)
+                losses(model, rank, 0).sum().backward()
+                found.append([p.grad.cpu() for p in model.parameters()])
+            return found
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_second_pass_drops_and_routes_as_the_first(pool: RankPool) -> None:
+    """float32: Megatron's random states on the GPU, which its dropout draws from, are set back for the second pass."""
+    for plain, kept, again in pool.run(recomputed):
+        assert not all(map(torch.equal, plain, kept))
+        for a, b in zip(kept, again, strict=True):
+            assert (a - b).norm() <= 1e-5 * a.norm()
+
+
 def session(group: Any, rank: int, folder: str, overrides: tuple[str, ...]) -> list[float]:
     from recipes import megatron_groups, megatron_train
     from recipes.megatron_recipe import load
@@ -168,8 +210,12 @@ def session(group: Any, rank: int, folder: str, overrides: tuple[str, ...]) -> l
         megatron_groups.parallel_state.destroy_model_parallel()
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "distributed"])
-def test_the_program_and_megatrons_distributed_optimizer(pool: RankPool, tmp_path: Path, optimizer: str) -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "recompute"), [("adamw", "none"), ("distributed", "none"), ("distributed", "layer")]
+)
+def test_the_program_and_megatrons_distributed_optimizer(
+    pool: RankPool, tmp_path: Path, optimizer: str, recompute: str
+) -> None:
     engine()
     before, _, after = small_recipe.write(tmp_path).read_text().partition("[checkpoint]")
     (tmp_path / "small.toml").write_text(before + "[metrics]" + after.partition("[metrics]")[2])
@@ -180,7 +226,8 @@ def test_the_program_and_megatrons_distributed_optimizer(pool: RankPool, tmp_pat
         f"megatron.optimizer={optimizer}",
     )  # fmt: skip
     native = pool.run(session, str(tmp_path), (*common, "megatron.dispatcher=native"))
-    ours = pool.run(session, str(tmp_path), (*common, "train.intra_layer_micro_batch=2"))
+    changes = ("train.intra_layer_micro_batch=2", f"train.recompute={recompute}")
+    ours = pool.run(session, str(tmp_path), (*common, *changes))
     assert native[0] == pytest.approx(native[1]) and native[0][-1] < native[0][0]
     for want, got in zip(native, ours, strict=True):
         assert got == pytest.approx(want, rel=0.03)  # bfloat16 activations, six steps
