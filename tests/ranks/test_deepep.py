@@ -145,6 +145,11 @@ def test_what_the_library_cannot_do_is_refused_at_construction(
         assert said.startswith("Unavailable: ") and words in said
 
 
+def test_hidden_sizes_at_the_librarys_limits_are_built(pool: RankPool) -> None:
+    for changes in (dict(hidden_size=272), dict(hidden_size=8176), dict(options=(("api", "v2"),), hidden_size=8192)):
+        assert pool.run(said_at_construction, [changes] * 2, num_ranks=2) == ["built"] * 2, changes
+
+
 def test_ranks_with_another_form_hear_of_it(pool: RankPool) -> None:
     first, second = pool.run(
         said_at_construction, [dict(options=(("api", "v1"),)), dict(options=(("api", "v2"),))], num_ranks=2
