@@ -36,7 +36,8 @@ def agree(what: str, values: Mapping[str, Any], error: MoEError | None, group: d
         differences = _differences([given for given, _ in everybody])
         if differences:
             raise PeerError(
-                f"the ranks disagree about {what}: {'; '.join(differences)}. Give all ranks the same recipe"
+                f"the ranks disagree about {what}: {'; '.join(differences)}. Give all ranks the same recipe and "
+                "the same software"
             )
         if error is None:
             _raise_peer_error(what, [text for _, text in everybody])

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 from ..alarm import close_alarm
@@ -151,6 +152,14 @@ def refusal(config: DispatchConfig, group: dist.ProcessGroup | None) -> MoEError
     return kind(f"dispatcher {config.name!r} cannot run here: {'; '.join(reasons)}")
 
 
+def versions() -> dict[str, str]:
+    """What ranks that exchange rows must have alike, whichever the back end: no message says how it is laid out."""
+    from .. import __version__
+    from ..kernels.build import source_hash
+
+    return {"moe_ep": __version__, "its kernels": source_hash(), "torch": torch.__version__}
+
+
 def build_dispatcher(config: DispatchConfig, group: dist.ProcessGroup | None = None) -> Dispatcher:
     """The dispatcher of (configuration, group), shared by all layers that ask for it. Collective over the group.
 
@@ -165,7 +174,7 @@ def build_dispatcher(config: DispatchConfig, group: dist.ProcessGroup | None = N
     """
     key = (config, group)
     if key not in _built or _built[key].closed:
-        values = {**asdict(config), "MOE_EP_DEBUG": os.environ.get("MOE_EP_DEBUG") == "1"}
+        values = {**asdict(config), "MOE_EP_DEBUG": os.environ.get("MOE_EP_DEBUG") == "1", **versions()}
         agree("the dispatcher", values, refusal(config, group), group)
         _built[key] = find_dispatcher(config.name)(config, group)
     return _built[key]

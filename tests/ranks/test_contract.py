@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
@@ -133,6 +134,23 @@ def test_a_broken_promise_of_the_grouped_router_is_refused_on_every_rank(pool: R
     words = "layer 5, micro-batch 0: 1 routes of the grouped router name an expert outside their column's rank"
     assert own == f"{InputError.__name__}: {words}"
     assert peer == f"{PeerError.__name__}: rank 1 reported a fault, so that no rank goes on: {words}"
+
+
+def other_software(group: dist.ProcessGroup, rank: int) -> str:
+    built = {"moe_ep": "0.1.0", "its kernels": ["aaaa", "bbbb"][rank], "torch": ["2.11.0", "2.13.0"][rank]}
+    with mock.patch("moe_ep.dispatch.registry.versions", lambda: built):
+        try:
+            build_dispatcher(DispatchConfig(name="all2all", num_experts=4, top_k=1, hidden_size=4), group)
+        except MoEError as err:
+            return f"{type(err).__name__}: {err}"
+    return "nothing was raised"
+
+
+def test_ranks_of_other_versions_all_hear_of_it(pool: RankPool) -> None:
+    said = pool.run(other_software, num_ranks=2)
+    differ = "its kernels is 'aaaa' on rank 0, 'bbbb' on rank 1; torch is '2.11.0' on rank 0, '2.13.0' on rank 1"
+    words = f"the ranks disagree about the dispatcher: {differ}. Give all ranks the same recipe and the same software"
+    assert said == [f"PeerError: {words}"] * 2
 
 
 def disagree(group: dist.ProcessGroup, rank: int) -> str:
