@@ -161,7 +161,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--nccl-ctas", type=int, help="thread blocks of a collective of NCCL, which decides itself otherwise")
     add("--trace", metavar="DIR", help="keep a trace of one iteration of each candidate, one file a rank")
     add("--kernels", default="auto", choices=("auto", "cuda", "torch"), help="what moves rows on GPUs")
-    add("--replica-slots", default="0", help="of layers: S copies of hot experts that a rank can hold; 0: none")
+    add("--replica-slots", default="0", help="S copies of hot experts that a rank can hold; 0: none")
     add("--dtype", help=f"{', '.join(DTYPES)}; default bfloat16 on GPUs, float32 on CPU")
     add("--iterations", type=int, default=20, help="timed ones, each with a new routing")
     add("--warmup", type=int, default=5)

@@ -3,11 +3,14 @@
     unsplit         all M T tokens as one micro-batch through the plain layers
     split           M micro-batches one after the other, gradients accumulating
     overlapped      M micro-batches interleaved (Domino), one backward for all
+    joint           overlapped, with one placement of copies of hot experts for all M, where there are slots for copies
     compute         overlapped without the transfers of rows, see bench_tap
     communication   those transfers alone, back to back
 
 The last two are refused for back ends whose transfers leave more than rows: `direct`, `deepep` and `nccl_ep` learn in
 the same kernels where rows lie. Then the bound (`floor_us`) and the share hidden by step times are not there either.
+
+They are left out, too, with slots for copies of experts, whose weights and gradients travel past that tap.
 
 All work on the same tokens. unsplit to split is the price of splitting, split to overlapped the gain of overlapping.
 With M = 1 the first three are one and the same, called unsplit.
@@ -23,6 +26,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from moe_ep.config import ReplicaConfig
 from moe_ep.dispatch import Dispatcher
 from moe_ep.errors import MoEError, Unavailable
 from moe_ep.tracing import step_range
@@ -34,7 +38,7 @@ from .bench_stack import BenchStack, Piece
 from .bench_stack_check import check_stack, same_gradients, same_rows, sample_gradients
 from .timing import Stopwatch, Untimed
 
-Variant = Literal["unsplit", "split", "overlapped", "compute", "communication"]
+Variant = Literal["unsplit", "split", "overlapped", "joint", "compute", "communication"]
 VARIANTS: tuple[Variant, ...] = get_args(Variant)
 STEP = "step"
 
@@ -49,6 +53,7 @@ class Plan:
         num: M.
         variant: see above.
         reserve_sms: for the experts of several micro-batches; None: what the dispatcher declares.
+        slots: S, for copies of experts.
     """
 
     level: str
@@ -56,6 +61,7 @@ class Plan:
     num: int
     variant: Variant
     reserve_sms: int | None = None
+    slots: int = 0
 
     @property
     def whole(self) -> bool:
@@ -72,17 +78,23 @@ class Plan:
         """Whether there is a result to check."""
         return self.variant not in ("compute", "communication")
 
+    @property
+    def replica(self) -> ReplicaConfig:
+        """The copies of experts."""
+        return ReplicaConfig(slots=self.slots, joint=self.variant == "joint")
 
-def plans(level: str, pass_: str, num: int, reserves: Sequence[int | None]) -> list[Plan]:
-    """All variants of one M, in an order in which each finds what it needs from those before."""
+
+def plans(level: str, pass_: str, num: int, reserves: Sequence[int | None], slots: int = 0) -> list[Plan]:
+    """All variants of one M and S, in an order in which each finds what it needs from those before."""
+
+    def plan(variant: Variant, reserve: int | None = 0) -> Plan:
+        return Plan(level=level, pass_=pass_, num=num, variant=variant, reserve_sms=reserve, slots=slots)
+
+    halves = [plan("compute"), plan("communication")] if slots == 0 else []
     if num == 1:
-        names: list[Variant] = ["unsplit", "compute", "communication"]
-        return [Plan(level=level, pass_=pass_, num=1, variant=name, reserve_sms=0) for name in names]
-    found = [Plan(level=level, pass_=pass_, num=num, variant=name, reserve_sms=0) for name in ("unsplit", "split")]
-    found += [Plan(level=level, pass_=pass_, num=num, variant="overlapped", reserve_sms=r) for r in reserves]
-    return found + [
-        Plan(level=level, pass_=pass_, num=num, variant=name, reserve_sms=0) for name in ("compute", "communication")
-    ]
+        return [plan("unsplit"), *halves]
+    interleaved: tuple[Variant, ...] = ("overlapped", "joint") if slots else ("overlapped",)
+    return [plan("unsplit"), plan("split"), *(plan(name, r) for r in reserves for name in interleaved), *halves]
 
 
 @contextmanager
@@ -125,7 +137,8 @@ class StackCase(Case):
         shape, place = self.setting.shape, self.setting.place
         self.num_tokens = plan.num * shape.T
         tokens, together = self.num_tokens if plan.whole else shape.T, plan.num if plan.interleaved else 1
-        self.dispatcher, self.tap = stack.dispatcher(candidate, tokens, together)
+        self.path = stack.path(candidate, tokens, together, plan.replica)
+        self.dispatcher, self.tap = self.path.dispatcher, self.path.tap
         self.all_tokens = self.num_tokens * place.num_ranks
         experts = stack.layers[0].moe.experts
         refusal = experts.reserve_refusal(place.device)
@@ -141,14 +154,15 @@ class StackCase(Case):
         """See Case."""
         plan, layer = self.plan, self.stack.layers[0]
         return {
-            "M": plan.num, "variant": plan.variant, "layers": len(self.stack.layers), "reserve_sms": self.reserved,
-            "attention": self.stack.attention_name, "experts": layer.moe.config.experts,
+            "M": plan.num, "S": plan.slots, "variant": plan.variant, "layers": len(self.stack.layers),
+            "reserve_sms": self.reserved, "attention": self.stack.attention_name, "experts": layer.moe.config.experts,
         }  # fmt: skip
 
     @property
     def label(self) -> str:
         """See Case."""
-        return f"{super().label}-M{self.plan.num}-{self.plan.variant}-reserve{self.reserved}"
+        slots = f"-S{self.plan.slots}" if self.plan.slots else ""
+        return f"{super().label}-M{self.plan.num}{slots}-{self.plan.variant}-reserve{self.reserved}"
 
     def clear(self) -> None:
         """Poison and drop what the last run left, gradients too."""
@@ -161,7 +175,7 @@ class StackCase(Case):
         self.clear()
         self.stack.counts.clear()
         pieces = self.stack.pieces(iteration, self.plan.num, self.plan.whole)
-        self.stack.use(self.dispatcher, self.plan.reserve_sms)
+        self.stack.use(self.path, self.plan.reserve_sms)
         self.stack.script(pieces)
         self.tap.iteration = iteration
         if self.plan.real:
@@ -225,7 +239,8 @@ class StackCase(Case):
 
     def _expect_counts(self, pieces: list[Piece]) -> None:
         """Every layer's experts got the rows that the routing sends them."""
-        counts, self.stack.counts[:] = [count.long().cpu() for count in self.stack.counts], []
+        first, num_local = self.setting.place.rank * self.setting.num_local, self.setting.num_local
+        counts = self.stack.counts.take(first, num_local)
         groups = [pieces] if self.plan.interleaved else [[piece] for piece in pieces]
         wanted = [piece for group in groups for _ in self.stack.layers for piece in group]
         if len(counts) != len(wanted):

@@ -132,7 +132,7 @@ def _plan(found: Measured) -> Plan:
 
 
 def _same(one: Plan, other: Plan) -> bool:
-    return (one.pass_, one.num) == (other.pass_, other.num)
+    return (one.pass_, one.num, one.slots) == (other.pass_, other.num, other.slots)
 
 
 def _p50(found: Measured) -> float:

@@ -12,7 +12,6 @@ from moe_ep.dispatch import build_dispatcher
 from moe_ep.experts import find_experts
 from moe_ep.layer import MoELayer
 from moe_ep.losses import RouterAux
-from moe_ep.permute import ExpertInput
 from moe_ep.replica.build import build_runtime, check_replicas
 from moe_ep.router import Router
 from moe_ep.routing import Routing
@@ -20,7 +19,8 @@ from moe_ep.routing import Routing
 from .bench_candidates import Candidate
 from .bench_case import BOTH, Case, Figure, need_grad
 from .bench_check import LAYER_SAMPLES, Check, LayerSample, check_layer, sample_tokens
-from .bench_setting import Setting, sum_ranks
+from .bench_counts import RowCounts
+from .bench_setting import Setting
 from .rows import dtype_name
 from .timing import Stopwatch
 
@@ -58,12 +58,12 @@ class BenchLayer:
     """A MoELayer on its device, routed by a script, that keeps what its experts were handed.
 
     Attributes:
-        counts: of each run, rows of each expert and slot of this rank, and which expert is in each slot.
+        counts: rows of its experts in the last run.
     """
 
     def __init__(self, candidate: Candidate, experts: str, setting: Setting, slots: int = 0) -> None:
         shape, place = setting.shape, setting.place
-        self.candidate, self.slots, self.place = candidate, slots, place
+        self.candidate, self.slots = candidate, slots
         config = MoEConfig(
             hidden_size=shape.H, expert_intermediate_size=shape.I, num_experts=shape.E, top_k=shape.K,
             dtype=dtype_name(setting.dtype), max_tokens=shape.T, dispatcher=candidate.name, experts=experts,
@@ -82,24 +82,8 @@ class BenchLayer:
                 parameter.normal_(0, config.init_std, generator=generator)
         self.router = ScriptedRouter(self.module.router)
         self.module.router = self.router  # type: ignore[assignment]
-        self.counts: list[tuple[Tensor, Tensor | None]] = []
-        self.module.experts.register_forward_pre_hook(self._count, with_kwargs=True)
-
-    def _count(self, module: nn.Module, args: tuple[ExpertInput], given: dict[str, Any]) -> None:
-        held = given["replicas"].plans[0].instances[self.place.rank] if "replicas" in given else None
-        self.counts.append((args[0].tokens_per_expert, held))
-
-    def taken(self) -> Tensor:
-        """Rows of each expert [E] that this rank computed in the last run. Which instances it has says the plan."""
-        ((rows, held),) = self.counts
-        self.counts.clear()
-        experts, num_local = self.module.config.num_experts, self.module.experts.w_down.shape[0]
-        first = self.module.experts.first_expert
-        ids = torch.arange(first, first + num_local, device=rows.device)
-        if held is not None:
-            held = held.to(rows.device)
-            ids = torch.cat([ids, torch.where(held < 0, experts, held).long()])
-        return rows.new_zeros(experts + 1, dtype=torch.int64).index_add_(0, ids, rows.long())[:experts]
+        self.counts = RowCounts(place, shape.E)
+        self.counts.watch(self.module.experts)
 
 
 class LayerCase(Case):
@@ -135,11 +119,8 @@ class LayerCase(Case):
             for name, parameter in self.layer.module.named_parameters():
                 need_grad(parameter, "the layer", name)
         self._y = y.detach()
-        rows_E = self.layer.taken()
-        first, num_local = self.layer.module.experts.first_expert, self.setting.num_local
-        if self.layer.slots:
-            rows_E = sum_ranks(rows_E, self.setting.place)  # an expert's rows are where its copies are
-        self.expect_rows(iteration, rows_E[first : first + num_local])
+        (rows_L,) = self.layer.counts.take(self.layer.module.experts.first_expert, self.setting.num_local)
+        self.expect_rows(iteration, rows_L)
 
     def row_values(self) -> dict[str, Any]:
         """See Case."""

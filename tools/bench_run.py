@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -135,10 +136,10 @@ def _recipes(
     options, setting = table.options, table.setting
     if stack is not None:
         for pass_ in options.passes:
-            for num in options.micro_batches:
-                for plan in plans(table.level, pass_, num, options.reserve_sms):
+            for num, slots in itertools.product(options.micro_batches, options.replica_slots):
+                for plan in plans(table.level, pass_, num, options.reserve_sms, slots):
                     values = {"pass_": pass_, "M": num, "variant": plan.variant, "reserve_sms": plan.reserve_sms}
-                    values |= {"attention": stack.attention_name, "layers": options.layers}
+                    values |= {"attention": stack.attention_name, "layers": options.layers, "S": slots}
                     yield values, functools.partial(StackCase, stack, candidate, plan)
     elif table.level == "stage":
         for pass_ in options.passes:

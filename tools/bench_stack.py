@@ -13,14 +13,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from moe_ep.config import MoEConfig, require
+from moe_ep.config import MoEConfig, ReplicaConfig, require
 from moe_ep.dispatch import Dispatcher, build_dispatcher
 from moe_ep.domino import DominoLayer, DominoStack
 from moe_ep.errors import RecipeError
+from moe_ep.experts import find_experts
 from moe_ep.layer import MoELayer
+from moe_ep.replica.build import build_runtime, check_replicas
+from moe_ep.replica.runtime import ReplicaRuntime
 from recipes.attention import Attention, Rotary
 
 from .bench_candidates import Candidate
+from .bench_counts import RowCounts
 from .bench_layer import ScriptedRouter
 from .bench_setting import Setting
 from .bench_tap import TappedComm
@@ -122,6 +126,16 @@ class Piece:
     drawn: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowPath:
+    """What decides where rows go: a dispatcher, with the tap on its communication, and copies of experts, if any."""
+
+    config: MoEConfig
+    dispatcher: Dispatcher
+    tap: TappedComm
+    replicas: ReplicaRuntime | None
+
+
 class BenchStack:
     """Layers with weights on the device, shared by all variants and dispatchers of one shape.
 
@@ -153,14 +167,13 @@ class BenchStack:
         self.layers: list[BenchDecoderLayer] = list(stack.layers)  # type: ignore[arg-type]
         self._draw()
         self.routers = [ScriptedRouter(layer.moe.router) for layer in self.layers]
-        self.counts: list[Tensor] = []
+        self.counts = RowCounts(place, shape.E)
         for layer, router in zip(self.layers, self.routers, strict=True):
             layer.moe.router = router  # type: ignore[assignment]
-            layer.moe.experts.register_forward_pre_hook(lambda _, args: self.counts.append(args[0].tokens_per_expert))
-        self._taps: dict[tuple[Candidate, int, int], tuple[Dispatcher, TappedComm]] = {}
-        self.gradients: dict[
-            tuple[Any, ...], dict[str, Tensor]
-        ] = {}  # samples of the first variant, by dispatcher, pass and M
+            self.counts.watch(layer.moe.experts)
+        self._paths: dict[tuple[Candidate, int, int, ReplicaConfig], RowPath] = {}
+        # samples of the first variant, by dispatcher, pass and M
+        self.gradients: dict[tuple[Any, ...], dict[str, Tensor]] = {}
 
     def _draw(self) -> None:
         """Matrices normal(0, init_std), other ones on every rank where the experts are; norms 1, inputs normal."""
@@ -179,26 +192,31 @@ class BenchStack:
         self.xs, self.dys = (torch.randn(sizes, generator=own, device=device).to(setting.dtype) for _ in range(2))
         self.targets = torch.randint(VOCAB_SIZE, (self.most, shape.T), generator=own, device=device)
 
-    def dispatcher(self, candidate: Candidate, tokens: int, num: int) -> tuple[Dispatcher, TappedComm]:
-        """The dispatcher for `num` micro-batches of so many tokens, and the tap that its communication goes through.
+    def path(self, candidate: Candidate, tokens: int, num: int, replica: ReplicaConfig) -> RowPath:
+        """How rows of `num` micro-batches of so many tokens travel.
 
         Raises:
-            RecipeError, Unavailable: it cannot run here, on every rank.
+            RecipeError, PlanError, Unavailable: it cannot run here, on every rank.
         """
-        key = (candidate, tokens, num)
-        if key not in self._taps:
-            sizes: dict[str, Any] = {"name": candidate.name, "max_tokens": tokens, "num_micro_batches": num}
-            config = dataclasses.replace(self.config.dispatch(), **sizes | candidate.values)
-            dispatcher = build_dispatcher(config, self.setting.place.group)
-            tap = TappedComm(dispatcher.comm(self.setting.place.device))
+        key = (candidate, tokens, num, replica)
+        if key not in self._paths:
+            sizes: dict[str, Any] = {"dispatcher": candidate.name, "max_tokens": tokens, "num_micro_batches": num}
+            config = dataclasses.replace(self.config, **sizes | candidate.values, replica=replica)
+            place = self.setting.place
+            check_replicas(config, place.group)
+            dispatcher = build_dispatcher(config.dispatch(place.num_ranks), place.group)
+            runtime = build_runtime(config, dispatcher, find_experts(config.experts))
+            tap = TappedComm(dispatcher.comm(place.device))
             dispatcher.comm = lambda device: tap  # type: ignore[method-assign]
-            self._taps[key] = (dispatcher, tap)
-        return self._taps[key]
+            self._paths[key] = RowPath(config=config, dispatcher=dispatcher, tap=tap, replicas=runtime)
+        return self._paths[key]
 
-    def use(self, dispatcher: Dispatcher, reserve_sms: int | None) -> None:
-        """Have every layer send through this dispatcher."""
+    def use(self, path: RowPath, reserve_sms: int | None) -> None:
+        """Have every layer send that way."""
         for layer in self.layers:
-            layer.moe.dispatcher, layer.moe.reserve_sms = dispatcher, reserve_sms
+            moe = layer.moe
+            moe.config, moe.dispatcher, moe.replicas = path.config, path.dispatcher, path.replicas
+            moe.reserve_sms = reserve_sms
 
     def pieces(self, iteration: int, num: int, whole: bool) -> list[Piece]:
         """The first `num` micro-batches of an iteration, one by one or as one."""

@@ -8,10 +8,23 @@ from .rows import Row
 from .shapes import PRESETS, Shape
 
 _COLUMNS = (
-    *("M", "unsplit", "split", "overlapped", "SMs free", "compute", "comm", "x max", "hidden", "by steps", "GEMM rate"),
+    *(
+        "M",
+        "unsplit",
+        "split",
+        "overlapped",
+        "joint",
+        "SMs free",
+        "compute",
+        "comm",
+        "x max",
+        "hidden",
+        "by steps",
+        "GEMM rate",
+    ),
     *("peak unsplit", "split", "overlapped"),
 )
-_TASK = ("level", "shape", "R", "skew", "dtype", "dispatcher", "api", "experts", "pass", "attention", "layers")
+_TASK = ("level", "shape", "R", "skew", "S", "dtype", "dispatcher", "api", "experts", "pass", "attention", "layers")
 
 
 def domino_lines(rows: Iterable[Row]) -> list[str]:
@@ -36,7 +49,7 @@ def _describe(row: Row) -> str:
     shape = Shape(**row["shape"])
     named = next((name for name, preset in PRESETS.items() if preset == shape), None)
     words["shape"] = named or "T,H,I,E,K=" + ",".join(map(str, shape))
-    return " ".join(str(word) if name not in ("R", "skew") else f"{name}={word}" for name, word in words.items())
+    return " ".join(str(word) if name not in ("R", "skew", "S") else f"{name}={word}" for name, word in words.items())
 
 
 def _lead(rows: Sequence[Row]) -> list[tuple[int, Row | None]]:
@@ -49,9 +62,12 @@ def _lead(rows: Sequence[Row]) -> list[tuple[int, Row | None]]:
 
 
 def _cells(rows: Sequence[Row], num: int, overlapped: Row | None) -> tuple[str, ...]:
-    by_variant = {row["variant"]: row for row in rows if row["M"] == num and row["variant"] != "overlapped"}
-    if overlapped is not None:
-        by_variant["overlapped"] = overlapped
+    free_sms = None if overlapped is None else overlapped["reserve_sms"]
+    by_variant = {
+        row["variant"]: row
+        for row in rows
+        if row["M"] == num and (row["variant"] not in ("overlapped", "joint") or row["reserve_sms"] == free_sms)
+    }
     judged = overlapped or by_variant.get("unsplit")
 
     def time(variant: str) -> str:
@@ -60,13 +76,13 @@ def _cells(rows: Sequence[Row], num: int, overlapped: Row | None) -> tuple[str, 
     def peak(variant: str) -> str:
         return _text(by_variant[variant]["peak_mib"], ".0f") if variant in by_variant else "-"
 
-    free = "-" if overlapped is None else str(overlapped["reserve_sms"])
+    free = "-" if overlapped is None else str(free_sms)
     shares: tuple[str, ...] = ("-",) * 4
     if judged is not None:
         shares = tuple(
             _text(judged[name], ".3f") for name in ("ratio", "hidden_share", "hidden_share_steps", "gemm_rate")
         )
-    times = (time("unsplit"), time("split"), time("overlapped"), free, time("compute"), time("communication"))
+    times = (*map(time, ("unsplit", "split", "overlapped", "joint")), free, time("compute"), time("communication"))
     return (str(num), *times, *shares, peak("unsplit"), peak("split"), peak("overlapped"))
 
 

@@ -1,4 +1,4 @@
-"""What copies of hot experts make of a skewed layer, in a sentence for each dispatcher: against the even layer."""
+"""What copies of hot experts make of a skewed layer or stack, a sentence for each dispatcher: against the even one."""
 
 from __future__ import annotations
 
@@ -7,30 +7,57 @@ from typing import Any
 
 from .rows import Row
 
-_SAME = ("pass", "dispatcher", "api", "experts", "R", "dtype")
+_LEVELS = ("layer", "stack", "step")
+_SAME = (
+    *("level", "pass", "dispatcher", "api", "experts", "R", "dtype", "M", "attention", "layers", "reserve_sms"),
+    *("variant", "skew", "S"),
+)
 
 
 def replica_lines(rows: Sequence[Row]) -> list[str]:
-    """A line for each layer with slots: its time and that without slots, as multiples of the even layer's time.
+    """A line for each layer or stack with slots: its time and that without slots, as multiples of the even one's time.
 
-    Rows that lack the even layer (skew 1, no slots) of the same run give no line.
+    Where several micro-batches interleave, one more for what a placement for all of them costs or gains. Rows that lack
+    the even layer (skew 1, no slots) of the same run give no line.
     """
-    layers = {
-        _key(row, row["skew"], row["S"]): row for row in rows if row["level"] == "layer" and row["status"] == "ok"
-    }
+    known = {_key(row): row for row in rows if row["level"] in _LEVELS and row["status"] == "ok"}
     lines = []
-    for row in layers.values():
-        even, without = layers.get(_key(row, 1.0, 0)), layers.get(_key(row, row["skew"], 0))
-        if row["S"] == 0 or even is None:
+    for row in known.values():
+        if row["S"] == 0:
             continue
-        times = [r["us_p50"] / even["us_p50"] for r in (row, without) if r is not None]
-        alone = f", {times[1]:.2f} without" if len(times) > 1 else ""
-        lines.append(
-            f"replicas: {row['dispatcher']} {row['pass']}, skew {row['skew_realised']:.2f}, S = {row['S']}: "
-            f"{times[0]:.2f} times the even layer's {even['us_p50']:.0f} us{alone}; {100 / times[0]:.0f} % of its speed"
-        )
+        plain = "overlapped" if row["variant"] == "joint" else row["variant"]
+        even, without = (known.get(_key(row, variant=plain, S=0, **how)) for how in ({"skew": 1.0}, {}))
+        if even is not None:
+            lines.append(_against_even(row, even, without))
+        each = known.get(_key(row, variant=plain))
+        if row["variant"] == "joint" and each is not None:
+            lines.append(
+                f"replicas: {_name(row)}: {row['us_p50'] / each['us_p50']:.3f} times the {each['us_p50']:.0f} us with "
+                "a placement for each micro-batch"
+            )
     return lines
 
 
-def _key(row: Row, skew: float, slots: int) -> tuple[Any, ...]:
-    return (*(row[name] for name in _SAME), *row["shape"].values(), skew, slots)
+def _against_even(row: Row, even: Row, without: Row | None) -> str:
+    times = [r["us_p50"] / even["us_p50"] for r in (row, without) if r is not None]
+    alone = f", {times[1]:.2f} without" if len(times) > 1 else ""
+    return (
+        f"replicas: {_name(row)}: {times[0]:.2f} times the even {row['level']}'s {even['us_p50']:.0f} us{alone}; "
+        f"{100 / times[0]:.0f} % of its speed"
+    )
+
+
+def _name(row: Row) -> str:
+    """Which row, in a few words."""
+    candidate = " ".join(str(row[name]) for name in ("dispatcher", "api", "experts") if row[name] is not None)
+    shape = ",".join(str(size) for size in row["shape"].values())
+    variant = "" if row["variant"] is None else f" M = {row['M']} {row['variant']},"
+    return (
+        f"{row['level']} {row['pass']} {candidate}, T,H,I,E,K={shape}, skew {row['skew_realised']:.2f},{variant} "
+        f"S = {row['S']}"
+    )
+
+
+def _key(row: Row, **change: Any) -> tuple[Any, ...]:
+    changed = row | change
+    return (*(changed[name] for name in _SAME), *row["shape"].values())

@@ -34,7 +34,7 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "stage": ("dispatch", "combine", "dispatch+combine", None),
     "pass": ("fwd", "fwd+bwd"),
     "form": ("unique", "expanded", None),
-    "variant": ("unsplit", "split", "overlapped", "compute", "communication", None),
+    "variant": ("unsplit", "split", "overlapped", "joint", "compute", "communication", None),
     "status": ("ok", "refused", "oom", "failed"),
 }
 REQUIRED = ("level", "pass", "dispatcher", "shape", "R", "skew", "M", "S", "dtype", "status")

@@ -16,6 +16,8 @@ from torch import Tensor
 from moe_ep.dispatch import Ticket, register_dispatcher, transfer
 from moe_ep.dispatch.all2all import All2All
 from moe_ep.permute import ExpertInput
+from moe_ep.replica.transport import GroupTransport
+from moe_ep.replica.transport import InFlight as Arrived
 from moe_ep.routing import Routing
 from moe_ep.testing.ranks import RankPool
 from tools.bench_candidates import Candidate
@@ -25,6 +27,7 @@ from tools.bench_run import WrongWork, run
 from tools.bench_setting import Place, make_setting
 from tools.bench_stack import BenchStack
 from tools.domino_table import domino_lines
+from tools.replica_lines import replica_lines
 from tools.rows import ROW_FIELDS, Row
 from tools.shapes import Shape, make_workload
 from tools.timing import Untimed
@@ -126,6 +129,47 @@ def test_every_variant_has_a_row(pool: RankPool, level: str) -> None:
             assert row["ratio"] == pytest.approx(row["us_p50"] / row["floor_us"], abs=1e-3)
     text = "\n".join(domino_lines(rows))
     assert text.count("M  unsplit") == 4 and f"{level} T,H,I,E,K=16,8,8,4,2 R=2" in text
+
+
+REPLICAS = replace(STACK, skews=(1.0, 1.6), replica_slots=(0, 2))
+
+
+@pytest.mark.parametrize("level", ["stack", "step"])
+def test_copies_of_hot_experts_placed_for_each_micro_batch_and_for_all(pool: RankPool, level: str) -> None:
+    """Both in one run, right, their gradients held to those without copies, and a line on which one is faster."""
+    options = replace(REPLICAS, dispatchers=("agrs",), levels=(level,), micro_batches=(1, 2))
+    (rows, abort), (other_rows, _) = pool.run(measure, options)
+    assert abort == "" and rows == other_rows
+    assert {row["status"] for row in rows} == {"ok"}
+    with_copies = [row for row in rows if row["S"] == 2]
+    variants = [(1, "unsplit"), (2, "unsplit"), (2, "split"), (2, "overlapped"), (2, "joint")]
+    assert [(row["M"], row["variant"]) for row in with_copies] == variants * 4
+    assert "joint" not in {row["variant"] for row in rows if row["S"] == 0}
+    assert all(row["wrong"] == 0 and row["err"] < 1e-5 and row["floor_us"] is None for row in with_copies)
+    lines = replica_lines(rows)
+    assert sum("with a placement for each micro-batch" in line for line in lines) == 4
+    assert sum("of its speed" in line for line in lines) == len(with_copies)
+    joint, each = (
+        next(row for row in with_copies if row["variant"] == name and row["skew"] == 1.6)
+        for name in ("joint", "overlapped")
+    )
+    ratio = f"{joint['us_p50'] / each['us_p50']:.3f} times the {each['us_p50']:.0f} us with a placement"
+    assert sum(f"{level} fwd+bwd all2all" in line and ratio in line for line in lines) == 1
+    text = "\n".join(domino_lines(rows))
+    assert "skew=1.6 S=2 float32 agrs torch fwd+bwd none 2\n  M  unsplit" in text
+    assert f"{joint['us_p50'] / 1e3:.3f}" in text and f"{each['us_p50'] / 1e3:.3f}" in text
+
+
+def without_gradients_of_copies(group: dist.ProcessGroup, rank: int, options: Options) -> tuple[list[Row], str]:
+    with mock.patch.object(GroupTransport, "_pull", lambda *_: Arrived(lambda: None)):
+        return measure(group, rank, options)
+
+
+def test_gradients_of_copies_that_stay_away_are_found(pool: RankPool) -> None:
+    rows, abort = pool.run(without_gradients_of_copies, replace(REPLICAS, skews=(1.6,)))[0]
+    assert abort == ""
+    wrong = {(row["S"], row["variant"]) for row in rows if row["status"] == "failed"}
+    assert wrong == {(2, name) for name in ("unsplit", "split", "overlapped", "joint")}
 
 
 def test_a_back_end_whose_transfers_leave_more_than_rows_is_measured_without_its_halves(pool: RankPool) -> None:
