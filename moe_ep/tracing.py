@@ -28,7 +28,7 @@ _nothing = contextlib.nullcontext()
 
 
 class Place(NamedTuple):
-    """What a name says. `layer` None: a dense layer, which has no number here."""
+    """What a name says. `layer` None: a dense layer, which has no number here. `micro_batch`: the first of several."""
 
     role: Role
     stage: str
@@ -58,7 +58,7 @@ def step_range(step: int) -> AbstractContextManager[Any]:
 _PLACE = re.compile(
     re.escape(PREFIX)
     + r"(?P<verb>launch |wait for )?(?P<backward>backward of )?(?P<stage>\w[\w ]*?) of "
-    + r"(?:a dense layer|layer (?P<layer>\d+)), micro-batch (?P<micro_batch>\d+)"
+    + r"(?:a dense layer|layer (?P<layer>\d+)), micro-batch (?P<micro_batch>\d+)(?: to \d+)?"
 )
 _STEP = re.compile(re.escape(PREFIX) + r"step (\d+)|ProfilerStep#(\d+)")
 

@@ -14,8 +14,17 @@ from .trace_labels import BACKWARD, FORWARD, RECOMPUTE, Label
 
 # a layer's stages in the order in which they happen; others, of whatever back end, stand behind them
 STAGES = (
-    *("attention", "route", "dispatch_preprocess", "exchange", "dispatch"),
-    *("dispatch_postprocess", "experts", "combine_preprocess", "combine", "shared", "resolve", "combine_postprocess"),
+    *("attention", "route", "replicas", "comparison", "weight_sync", "dispatch_preprocess", "exchange", "dispatch"),
+    *(
+        "dispatch_postprocess",
+        "experts",
+        "grad_reduce",
+        "combine_preprocess",
+        "combine",
+        "shared",
+        "resolve",
+        "combine_postprocess",
+    ),
 )
 _DIRECTIONS = (FORWARD, RECOMPUTE, BACKWARD)
 

@@ -84,8 +84,8 @@ class RankStep:
         return union(each for intervals in known for each in intervals) if known else None
 
     def of_rows(self, which: Literal["comm", "exposed"]) -> list[Interval]:
-        """The same without what travels ahead of the rows, such as counts."""
-        rows = [figures for key, figures in self.transfers.items() if not key.label.stage.startswith("exchange of")]
+        """The same without what travels ahead of the rows, such as counts, and without copies of experts."""
+        rows = [figures for key, figures in self.transfers.items() if _is_of_rows(key.label.stage)]
         return union(each for figures in rows for each in getattr(figures, which))
 
     @property
@@ -93,6 +93,10 @@ class RankStep:
         """Sum of the waits for slower ranks."""
         known = [figures.peer_wait for figures in self.transfers.values() if figures.peer_wait is not None]
         return sum(known) if known else None
+
+
+def _is_of_rows(stage: str) -> bool:
+    return not stage.startswith("exchange of") and stage not in ("comparison of plans", "weight_sync", "grad_reduce")
 
 
 def rank_steps(rank: int, parts: RankParts, chosen: tuple[int, int] | None) -> list[RankStep]:

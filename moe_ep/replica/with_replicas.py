@@ -21,6 +21,7 @@ counters of buffers that are written in between.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from ..errors import ProtocolError
 from ..recompute import may_run_again
+from ..tracing import Role, transfer_range
 from .lanes import Phase, SlotLane
 from .plan import Plan
 from .transport import InFlight
@@ -196,12 +198,14 @@ class Flight:
         used_S = (self.plan.instances[transport.rank] >= 0).to(slots[0].device)
         for buffer, grad in zip(self.lane.buffers.grads, slots, strict=True):
             torch.where(used_S.view(-1, *[1] * (grad.dim() - 1)), grad, buffer, out=buffer)
-        self._grads = self.lane.launched(transport.grad_reduce(self.plan, self.lane.buffers.grads, self._totals))
+        with self._range("launch", "grad_reduce"):
+            self._grads = self.lane.launched(transport.grad_reduce(self.plan, self.lane.buffers.grads, self._totals))
 
     def settle(self) -> None:
         """Complete the reduction."""
         if self._grads is not None:
-            self._grads.wait()
+            with self._range("wait", "grad_reduce"):
+                self._grads.wait()
         self.phase = Phase.IDLE
 
     def wait_grads(self) -> Tensors:
@@ -216,13 +220,19 @@ class Flight:
 
     def _launch_weights(self, masters: Sequence[Tensor]) -> None:
         assert self.plan is not None and self.lane is not None, "weights before a plan"
-        flight = self.lane.transport.weight_sync(self.plan, masters, self.lane.buffers.weights)
-        self._weights = self.lane.launched(flight)
+        with self._range("launch", "weight_sync"):
+            flight = self.lane.transport.weight_sync(self.plan, masters, self.lane.buffers.weights)
+            self._weights = self.lane.launched(flight)
 
     def _wait_weights(self) -> None:
         if self._weights is not None:
-            self._weights.wait()
+            with self._range("wait", "weight_sync"):
+                self._weights.wait()
             self._weights = None
+
+    def _range(self, role: Role, what: str) -> AbstractContextManager[Any]:
+        passed = "" if self.phase is Phase.FORWARD else "backward of "
+        return transfer_range(role, f"{passed}{what} of {self.where}")
 
 
 class _Wait(torch.autograd.Function):

@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from moe_ep import close_dispatchers
@@ -17,6 +18,7 @@ from moe_ep.replica.lanes import Phase
 from moe_ep.replica.transport import GroupTransport, InFlight
 from moe_ep.replica.with_replicas import Flight
 from moe_ep.testing.ranks import RankPool
+from moe_ep.tracing import parse_place
 from tests.ranks.shared_slots import SharedTransport
 from tests.ranks.small_runtime import Step, Training, largest_difference, train
 
@@ -64,6 +66,29 @@ def test_with_other_experts_routers_and_planners(pool: RankPool, name: str) -> N
     theirs = pool.run(train, CONFIGS[name] | dict(replica={}), 6)
     assert largest_difference(ours, theirs) < 1e-5
     check_replicas_worked(ours[0])
+
+
+def places_in_a_trace(group: dist.ProcessGroup, rank: int, joint: bool) -> list[tuple[Any, ...]]:
+    training = Training(group, dict(replica=dict(slots=2, joint=joint)), num=2, layers=1)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        training.step(0)
+    events = sorted(profile.events(), key=lambda event: event.time_range.start)
+    return [tuple(place) for event in events if (place := parse_place(event.name)) is not None]
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_copying_stands_in_a_trace(pool: RankPool, joint: bool) -> None:
+    for places in pool.run(places_in_a_trace, joint, num_ranks=2):
+        for micro_batch in (0,) if joint else (0, 1):
+            mine = [place for place in places if place[2:4] == (0, micro_batch)]
+            found = {(stage, role, backward) for role, stage, *_, backward in mine}
+            assert found >= {(name, role, False) for name in FORWARD_ONES for role in ("launch", "wait")}
+            assert found >= {(name, role, True) for name in BACKWARD_ONES for role in ("launch", "wait")}
+            assert sum(place[0] == "launch" and place[1] == "weight_sync" for place in mine) == 2
+
+
+FORWARD_ONES = ("exchange of loads", "comparison of plans", "weight_sync")
+BACKWARD_ONES = ("weight_sync", "grad_reduce")
 
 
 def mutant(group: dist.ProcessGroup, rank: int, name: str, steps: int) -> list[Step]:

@@ -72,6 +72,17 @@ def figures(run: Run, what: str, micro_batch: int = 0, direction: str = "fwd", r
     return step.transfers[Key(Label(what, 0, micro_batch, direction), 0)]
 
 
+def test_copies_of_experts_are_communication_and_no_rows(tmp_path: Path) -> None:
+    """A push by kernels of ours hides nothing, and is not counted with dispatch and combine."""
+    small = forward()
+    launch(small, place("weight_sync"), 30, (420, 60))
+    small.range("moe_ep: launch weight_sync of replicas", 31, 4)  # of the transport, inside
+    (step,) = measured(tmp_path, small).ranks[0]
+    assert figures(measured(tmp_path, small), "weight_sync").exposed == [(420, 480)]
+    assert total(step.comm) - total(step.of_rows("comm")) == 60
+    assert total(step.exposed) - total(step.of_rows("exposed")) == 60
+
+
 def test_hidden_partly_wholly_and_not_at_all(tmp_path: Path) -> None:
     run = measured(tmp_path, forward())
     assert figures(run, "dispatch").comm == [(150, 250)]

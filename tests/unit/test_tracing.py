@@ -30,15 +30,17 @@ def test_what_is_written_can_be_read(made: list[str]) -> None:
     stage_range("attention", None, 0)
     transfer_range("launch", "exchange of counts of layer 0, micro-batch 1")
     transfer_range("wait", "backward of combine of layer 7, micro-batch 2")
+    transfer_range("launch", "backward of grad_reduce of layer 7, micro-batch 1 to 3")
     step_range(41)
     assert [parse_place(name) for name in made] == [
         Place("stage", "dispatch_postprocess", 12, 3),
         Place("stage", "attention", None, 0),
         Place("launch", "exchange of counts", 0, 1),
         Place("wait", "combine", 7, 2, backward=True),
+        Place("launch", "grad_reduce", 7, 1, backward=True),
         None,
     ]
-    assert [parse_step(name) for name in made] == [None] * 4 + [41]
+    assert [parse_step(name) for name in made] == [None] * 5 + [41]
     assert parse_step("ProfilerStep#3") == 3
 
 
