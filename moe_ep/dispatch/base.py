@@ -1,65 +1,41 @@
-"""The contract of a dispatcher: capabilities, six stages over a ticket, early counts.
+"""The contract of a dispatcher: six stages over a ticket.
 
-A dispatcher object holds only static resources, so any number of tickets may be in flight. A back end writes the six
-`_stage` methods; order, checks, faults and lanes are here.
+A dispatcher object holds only static resources (`resources`), so any number of tickets may be in flight. A back end
+writes the six `_stage` methods; their order, checks and faults are here.
 """
 
 from __future__ import annotations
 
 import contextlib
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..alarm import Alarm, alarm_of
 from ..config import DispatchConfig, check_num_micro_batches
-from ..debug import debug
 from ..eager import eager
 from ..errors import InputError, MoEError, PeerError, ProtocolError, RecipeError
-from ..faults import Fault, FaultRecord, status_words
-from ..ops import choose_kernels
-from ..order import Order, in_stage, open_order, told
+from ..faults import Fault
+from ..order import in_stage, told
 from ..peers import is_out_of_step, is_reported, mark_everywhere, mark_reported
 from ..permute import ExpertInput
 from ..routing import Routing
 from ..schedule import Link
-from ..streams import CommStream, InFlight, LanePool, comm_stream
 from ..tracing import stage_range
-from .capabilities import (
-    Capabilities,
-    capture_refusal,
-    check_input,
-    group_serves,
-    is_captured,
-    row_capacity,
-    too_many_tickets,
-)
+from .capabilities import capture_refusal, check_input, check_output, is_captured, too_many_tickets
 from .count_checks import check_counts
+from .resources import Resources
 from .ticket import Stage, Ticket
-from .transfer import pack, start_call
-from .twin import back_ends_of, open_twin
-from .waits import LAUNCH_AFTER_PACK, stage_waits
+from .waits import stage_waits
 
 T = TypeVar("T")
-
-
-class Closing(Protocol):
-    """What `close_dispatchers` closes, too."""
-
-    def close(self) -> None:
-        """Free static resources."""
-        ...
-
-
 _nothing = contextlib.nullcontext()
 
 
-class Dispatcher(ABC):
+class Dispatcher(Resources, ABC):
     """Sends the tokens of a micro-batch to their experts and brings the results back, differentiably.
 
     Stages, in this order, all on one ticket: `dispatch_preprocess`, `dispatch`, `dispatch_postprocess`,
@@ -72,42 +48,6 @@ class Dispatcher(ABC):
     A back end that moves rows with `transfer.all_to_all` and `transfer.all_gather` gives its users a group that serves
     on behind an exception on one rank. What other means start cannot be made up for, and ends the group (`alarm`).
     """
-
-    name: ClassVar[str]
-    capabilities: ClassVar[Capabilities]
-    num_lane_ints: int = 0
-    early_apart: ClassVar[bool] = False  # what the host reads early travels in a process group of its own
-    rows_by_collectives: ClassVar[bool] = False  # of torch.distributed: config.num_sms limits all of them
-
-    def __init__(self, config: DispatchConfig, group: dist.ProcessGroup | None) -> None:
-        self.config = config
-        self.group = group
-        self.rank = 0 if group is None else group.rank()
-        self.num_ranks = 1 if group is None else group.size()
-        self.num_local = config.num_experts // self.num_ranks
-        self.dtype: torch.dtype = getattr(torch, config.dtype)
-        self.kernels = choose_kernels(config, group)  # for tensors on a GPU; others are moved by torch
-        self.lanes = LanePool(self.num_lane_ints)
-        num_sms = config.num_sms if self.rows_by_collectives else None
-        purposes = ["counts", "rows"] if num_sms is None else [f"{what}_{num_sms}_sms" for what in ("counts", "rows")]
-        self._early_group = open_twin(group, purposes[0], num_sms=num_sms) if self.early_apart else group
-        self.row_group = group if num_sms is None else open_twin(group, purposes[1], num_sms=num_sms)
-        self.alarm: Alarm | None = None
-        if group is not None and self.num_ranks > 1:
-            self.alarm = alarm_of(group, start_call)
-            for beside in (self._early_group, self.row_group):
-                if beside is not None:
-                    self.alarm.include(beside)
-            if back_ends_of(group) == {"gloo"}:  # it ends the process where calls that do not belong together meet
-                self.alarm.meet_in(open_twin(group, "steps") or group)
-        self._order: Order | None = None
-        if debug().checks:
-            self._order = open_order(group, self.alarm, self._early_group, self.row_group)
-        self._tickets: weakref.WeakSet[Ticket] = weakref.WeakSet()  # where their number is limited
-        self._faults: FaultRecord | None = None
-        self._device: torch.device | None = None  # of the last micro-batch
-        self.companions: dict[Any, Closing] = {}  # what lives as long as this, such as the replicas of its layers
-        self.closed = False
 
     # what a back end writes
 
@@ -143,41 +83,6 @@ class Dispatcher(ABC):
     def _announce(self, ticket: Ticket, device: torch.device, code: Fault, value: int) -> None:
         """Tell the other ranks of a fault known on the host before this rank raises, so that they do not wait."""
 
-    def __reduce__(self) -> Any:
-        raise ProtocolError(
-            f"dispatcher {self.name!r} belongs to a process group of this job and cannot be pickled; save the model's "
-            "state_dict() in place of the model, and build the layers again to load it"
-        )
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Dispatcher:
-        """The dispatcher itself: layers share one, and a process group cannot be copied."""
-        return self
-
-    @property
-    def host_syncs(self) -> int:
-        """Host syncs of one micro-batch, forward and backward, as this object is configured."""
-        return self.capabilities.host_syncs
-
-    @property
-    def comm_sms(self) -> int:
-        """SMs of a GPU that its communication keeps busy while it runs: what GEMMs beside it should leave free."""
-        return 0 if self.num_ranks == 1 else self.config.num_sms or self.capabilities.comm_sms
-
-    def describe(self) -> str:
-        """One line on what runs, for the log."""
-        ranks = "1 rank" if self.num_ranks == 1 else f"{self.num_ranks} ranks"
-        movers = ", rows moved by CUDA kernels" if self.kernels else ""
-        in_line = self.early_apart and self.num_ranks > 1 and self._early_group is self.group
-        counts = ", counts in line behind rows (the group's back end cannot be opened twice)" if in_line else ""
-        return f"{self.name} ({ranks}, {self.num_local} experts on each{movers}{counts}{self._room()})"
-
-    def _room(self) -> str:
-        rows = row_capacity(self.config, self.num_ranks)
-        if rows is None:
-            return ""
-        mib = rows * self.config.hidden_size * self.dtype.itemsize / 2**20
-        return f", room for {rows} expert rows of each micro-batch, {mib:.1f} MiB a tensor of them"
-
     # what a caller uses
 
     @eager
@@ -212,11 +117,12 @@ class Dispatcher(ABC):
         if is_captured(x_TH) and (why := capture_refusal(self.name, self.capabilities, self.host_syncs)) is not None:
             raise _everywhere(ProtocolError(f"{ticket.where}: {why}"))
         self._enter(ticket, Stage.DISPATCH_PREPROCESS)
-        self._count(ticket)
+        self._admit(ticket)
         fault = self._find_fault(x_TH, routing)
         if fault is not None:
             code, value, error = fault
-            self._announce(ticket, self.served_device(x_TH.device if isinstance(x_TH, Tensor) else None), code, value)
+            device = x_TH.device if isinstance(x_TH, Tensor) else None
+            self._announce(ticket, self.served_device(device), code, value)
             ticket.release()
             raise _everywhere(type(error)(f"{ticket.where}: {error}"))
         ticket.num_tokens, self._device = x_TH.shape[0], x_TH.device
@@ -261,13 +167,11 @@ class Dispatcher(ABC):
             InputError: wrong shape or dtype.
         """
         self._enter(ticket, Stage.COMBINE_PREPROCESS)
-        wanted = (ticket.num_rows, self.config.hidden_size)
-        if tuple(y_NH.shape) != wanted or y_NH.dtype != self.dtype:
+        try:
+            check_output(self.config, ticket.num_rows, y_NH)
+        except InputError as err:
             ticket.release()
-            raise InputError(
-                f"{ticket.where}: the experts' output must be {wanted} {self.dtype}, one row for each row of the "
-                f"ExpertInput, got {tuple(y_NH.shape)} {y_NH.dtype}"
-            )
+            raise InputError(f"{ticket.where}: {err}") from None
         self._run(ticket, Stage.COMBINE_PREPROCESS, lambda: self._combine_preprocess(ticket, y_NH))
 
     @eager
@@ -299,20 +203,6 @@ class Dispatcher(ABC):
         self._announce(ticket, self.served_device(device), Fault.BAD_INPUT, 0)
         ticket.release()
 
-    def raise_everywhere(self, err: BaseException, where: str) -> None:
-        """Make the other ranks raise a PeerError, wherever they wait, because this one raises `err` at `where`.
-
-        It returns when all ranks have stopped (`moe_ep.alarm`); the caller then raises. Nothing happens for an error
-        that all ranks raise anyway, nor where the same one was handed over before.
-        """
-        if self.alarm is not None:
-            self.alarm.fail(err, where)
-
-    def stop_everywhere(self, err: BaseException, where: str) -> None:
-        """As `raise_everywhere`, where all ranks raise, but have not launched as much: all call this."""
-        if self.alarm is not None:
-            self.alarm.stop_all(err, where)
-
     def check_interleaving(self, num_micro_batches: int) -> None:
         """Refuse more micro-batches at once than the back end holds, or than ranks can tell each other of.
 
@@ -324,66 +214,6 @@ class Dispatcher(ABC):
         if most is not None and num_micro_batches > most:
             reason = too_many_tickets(self.capabilities, num_micro_batches)
             raise RecipeError(f"dispatcher {self.name!r} cannot run here: {reason}")
-
-    def raise_if_faulted(self) -> None:
-        """Read the device's fault record (a host sync) and raise on every rank if there is one. Collective.
-
-        Raises:
-            InputError, CapacityError, NonFiniteError: the fault.
-            PeerError: another rank raised.
-        """
-        if self.alarm is not None:
-            self.alarm.check()
-        if self._faults is not None:
-            self._faults.raise_if_set(self.group)
-
-    def close(self) -> None:
-        """Free the static resources; call it before the process group goes. Idempotent, no collective by default."""
-        self.closed = True
-
-    # for back ends
-
-    def faults(self, device: torch.device) -> FaultRecord:
-        """The device's fault record, made at first use."""
-        if self._faults is None:
-            self._faults = FaultRecord(device, self.config.num_experts)
-        return self._faults
-
-    def status(self, routing: Routing) -> Tensor:
-        """(code, value) of this rank's routing, int64 [2] on its device: what the other ranks must learn."""
-        return status_words(routing, 0, duplicates=self.capabilities.duplicates, kernels=self.kernels)[:2]
-
-    def words(self, ticket: Ticket, status: Tensor) -> Tensor:
-        """A status and the ticket's place, int64 [3]: what travels to every rank along with the counts."""
-        return torch.cat([status, status.new_full((1,), ticket.place)])
-
-    def pack(self, ticket: Ticket, *payload: Tensor) -> None:
-        """End of a preprocess stage: the payload for `transfer.start`, which may come much later.
-
-        Whatever a schedule puts between the two does not hold up a dispatch: it waits for what was issued up to here.
-        Without a schedule nobody knows what is in between, and the launch waits for all of it.
-        """
-        ticket.packed, ticket.payload = pack(*payload)
-        if ticket.stage is Stage.NEW and ticket.waits is not None and LAUNCH_AFTER_PACK in ticket.waits:
-            ticket.packed.mark = self.comm(payload[0].device).mark()
-
-    def comm(self, device: torch.device) -> CommStream:
-        """The comm stream of (device, group)."""
-        return comm_stream(device, self.group)
-
-    def early(self, device: torch.device) -> CommStream:
-        """The stream for what the host reads early; its `group` is where to issue it."""
-        return comm_stream(device, self._early_group, early=self.early_apart)
-
-    def read_ints(self, ticket: Ticket, early: InFlight) -> list[int]:
-        """Host values of an early exchange that wrote into the ticket's lane (its one host sync on CUDA)."""
-        assert ticket.lane is not None, "no lane"
-        (values,) = early.wait_on_host()
-        if values is ticket.lane.host:
-            return values.tolist()
-        if values.device.type == "cpu" and values.data_ptr() != ticket.lane.host.data_ptr():
-            ticket.lane.host[: values.numel()].copy_(values.view(-1))
-        return ticket.lane.host[: values.numel()].tolist()
 
     # internals
 
@@ -397,7 +227,7 @@ class Dispatcher(ABC):
             raise ProtocolError(f"{ticket.where}: {stage.label} was called on a closed {self.name} dispatcher")
         ticket.expect(stage)
 
-    def _count(self, ticket: Ticket) -> None:
+    def _admit(self, ticket: Ticket) -> None:
         most = self.capabilities.max_tickets
         if most is None:
             return
@@ -424,20 +254,6 @@ class Dispatcher(ABC):
             raise
         ticket.stage = stage
         return result
-
-    def served_device(self, device: torch.device | None) -> torch.device:
-        """`device`, or the one that the other ranks exchange from where the group does not serve this (or is none).
-
-        A wrong device can be just the fault that is to be announced.
-        """
-        if device is not None and (self.group is None or self.num_ranks == 1 or group_serves(self.group, device)):
-            return device
-        if self._device is not None:
-            return self._device
-        cpu = torch.device("cpu")
-        if self.group is None or group_serves(self.group, cpu):
-            return cpu
-        return torch.device("cuda", torch.cuda.current_device())
 
     def _find_fault(self, x_TH: Tensor, routing: Routing) -> tuple[Fault, int, MoEError] | None:
         """What the host can see to be wrong without a sync."""

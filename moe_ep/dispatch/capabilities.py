@@ -183,6 +183,20 @@ def check_input(
         )
 
 
+def check_output(config: DispatchConfig, num_rows: int, y_NH: Tensor) -> None:
+    """Refuse an output of the experts that is no row [H] for each of the N rows of their input.
+
+    Raises:
+        InputError: shape or dtype.
+    """
+    wanted, dtype = (num_rows, config.hidden_size), getattr(torch, config.dtype)
+    if tuple(y_NH.shape) != wanted or y_NH.dtype != dtype:
+        raise InputError(
+            f"the experts' output must be {wanted} {dtype}, one row for each row of the ExpertInput, "
+            f"got {tuple(y_NH.shape)} {y_NH.dtype}"
+        )
+
+
 def group_serves(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether a process group has a back end for the device's type."""
     return any(device.type == served.type for served in group._device_types)
