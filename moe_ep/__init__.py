@@ -12,7 +12,7 @@ from .dispatch import (
     known_dispatchers,
     register_dispatcher,
 )
-from .domino import DominoLayer, DominoStack, Pending
+from .domino import DominoLayer, DominoStack
 from .errors import (
     CapacityError,
     CheckpointError,
@@ -29,6 +29,7 @@ from .experts import register_experts
 from .flights import MoEAux
 from .gradients import clip_grad_norm_, grad_norm
 from .layer import MoELayer, moe_layers, total_aux_loss, update_routers
+from .pending import Pending
 from .permute import ExpertInput
 from .recompute import recompute_context_fn, recompute_region
 from .routing import Routing

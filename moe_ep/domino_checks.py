@@ -1,4 +1,4 @@
-"""What a caller hands to a stack of DominoLayers, and what the pieces of a layer return."""
+"""What a caller hands to a stack of DominoLayers, what the pieces of a layer return, and what a schedule asks for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .errors import InputError, RecipeError
+from .dispatch.waits import ALL_WAITS
+from .errors import InputError, ProtocolError, RecipeError
+from .schedule import Schedule
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
@@ -83,6 +85,19 @@ def check_group(returned: Any, count: int, what: type) -> Any:
         f"the region of recompute_in must call the function that it is given once and return what that returns, got "
         f"{_kind_of(returned)}; pass moe_ep.recompute_region"
     )
+
+
+def check_waits(plan: Schedule) -> Schedule:
+    """The plan; its waits must be ones that stages make.
+
+    Raises:
+        ProtocolError: a wait that no stage makes, so that it would be left out without a word.
+    """
+    strange = frozenset().union(*plan.links) - ALL_WAITS
+    if strange:
+        pairs = ", ".join(f"{waits} for {awaited}" for waits, awaited in sorted(strange))
+        raise ProtocolError(f"the schedule has waits that no stage makes: {pairs}")
+    return plan
 
 
 def _kind_of(value: Any) -> str:

@@ -27,7 +27,8 @@ from moe_ep import (
 )
 from moe_ep.dispatch.ticket import Ticket
 from moe_ep.dispatch.transfer import Flight
-from moe_ep.domino import DominoLayer, DominoStack, Region, launch
+from moe_ep.domino import DominoLayer, DominoStack, launch
+from moe_ep.domino_executor import Region
 from moe_ep.schedule import Key, Kind, schedule
 from moe_ep.streams import InFlight
 from moe_ep.testing.ranks import RankPool

@@ -14,7 +14,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import checkpoint
 
 from moe_ep import DominoStack, InputError, MoEError, PeerError, ProtocolError, RecipeError, raise_on_all_ranks
-from moe_ep.domino import Pending, launch
+from moe_ep.domino import launch
+from moe_ep.pending import Pending
 from moe_ep.testing.ranks import RankPool
 from tests.ranks.small_stack import H, inputs, loss_of, same, small_stack
 

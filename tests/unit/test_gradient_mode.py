@@ -11,7 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from moe_ep import MoELayer, ProtocolError, RecipeError, moe_layers
-from moe_ep.domino import Region
+from moe_ep.domino_executor import Region
 from moe_ep.layer import LayerFlight
 from tests.ranks.small_stack import H, inputs, same, small_stack
 
