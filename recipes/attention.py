@@ -21,28 +21,27 @@ class Rotary:
     def __init__(self, head_dim: int, theta: float) -> None:
         self.head_dim = head_dim
         self.theta = theta
-        self._key: tuple[int, torch.device] | None = None
+        self._key: tuple[int, torch.device, torch.dtype] | None = None
         self._tables: tuple[Tensor, Tensor] | None = None
 
-    def tables(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Cosine and sine, float32 [length, D] each."""
-        if self._tables is None or self._key != (length, device):
+    def tables(self, length: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosine and sine, [length, D] each, computed in float32; the sine with the sign of what is turned."""
+        if self._tables is None or self._key != (length, device, dtype):
             # a table first made under inference_mode could not be used by a training step afterwards
             with torch.inference_mode(False), torch.no_grad():
                 exponent = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device) / self.head_dim
                 inverse = 1.0 / (self.theta**exponent)
                 angle = torch.arange(length, dtype=torch.float32, device=device)[:, None] * inverse[None, :]
-                angle = torch.cat([angle, angle], dim=-1)
-                self._tables = (angle.cos(), angle.sin())
-            self._key = (length, device)
+                cos, sin = angle.cos(), angle.sin()
+                self._tables = (torch.cat([cos, cos], dim=-1).to(dtype), torch.cat([-sin, sin], dim=-1).to(dtype))
+            self._key = (length, device, dtype)
         return self._tables
 
     def __call__(self, x: Tensor) -> Tensor:
         """Rotate x [..., T, D] by its positions 0..T-1, in x's dtype."""
-        cos, sin = self.tables(x.shape[-2], x.device)
+        cos, sin = self.tables(x.shape[-2], x.device, x.dtype)
         first, second = x.chunk(2, dim=-1)
-        turned = torch.cat([-second, first], dim=-1)
-        return x * cos.to(x.dtype) + turned * sin.to(x.dtype)
+        return x * cos + torch.cat([second, first], dim=-1) * sin
 
 
 class Attention(nn.Module):
