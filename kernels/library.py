@@ -12,9 +12,9 @@ from torch import Tensor
 
 from .build import KernelError, arch_of, build, find_library, find_nvcc
 
-# Arguments of each C function: p pointer (a tensor or None), i int, l int64. The stream comes last of all.
+# Arguments of each C function: p pointer (a tensor or None), i int, l int64, d double. The stream comes last of all.
 _POINTER, _INT, _LONG = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
-_CODES: dict[str, Any] = {"p": _POINTER, "i": _INT, "l": _LONG}
+_CODES: dict[str, Any] = {"p": _POINTER, "i": _INT, "l": _LONG, "d": ctypes.c_double}
 SIGNATURES = {
     "moe_ep_gather_rows": "ppppplill",
     "moe_ep_sum_rows": "ipppplill",
@@ -29,6 +29,10 @@ SIGNATURES = {
     "moe_ep_replica_push": "ppi",
     "moe_ep_replica_pull": "ppi",
     "moe_ep_reroute": "pppppppppppppliiii",
+    "moe_ep_mask_logits": "pppppli",
+    "moe_ep_top_experts": "pppliii",
+    "moe_ep_weigh_routes": "ppppliiidd",
+    "moe_ep_weigh_backward": "ppppliiidd",
     "moe_ep_swiglu": "ippppll",
     "moe_ep_swiglu_backward": "ipppppppll",
     "moe_ep_scale_rows": "ipppll",

@@ -69,6 +69,7 @@ class MoELayer(nn.Module):
             error = err
         agree(f"MoE layer {layer_index}", {"layer_index": layer_index, **asdict(config)}, error, group)
         self.dispatcher = build_dispatcher(_seen_by_dispatcher(config, group), group)
+        self.router.kernels = self.dispatcher.kernels
         self.replicas = build_runtime(config, self.dispatcher, type(self.experts))
         self.reserve_sms: int | None = None
 

@@ -1,4 +1,4 @@
-"""Which code moves rows on a GPU: the CUDA kernels of `moe_ep.kernels`, or plain torch.
+"""Which code routes and moves rows on a GPU: the CUDA kernels of `moe_ep.kernels`, or plain torch.
 
 The choice is made once, where a dispatcher is built, and the kernels are compiled there if they have not been: never in
 the middle of a step, while other ranks wait in a collective. On a CPU it is always torch.
@@ -32,6 +32,14 @@ def routes_module() -> ModuleType:
     from .kernels import routes
 
     return routes
+
+
+@functools.cache
+def router_module() -> ModuleType:
+    """`moe_ep.kernels.router`, imported at first use."""
+    from .kernels import router
+
+    return router
 
 
 @functools.cache

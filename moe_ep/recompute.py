@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .errors import ProtocolError
+from .ops import router_module
 from .routing import NO_ROUTE
 
 
@@ -33,7 +34,7 @@ def _watched(tensor: Tensor) -> bool:
     return torch.compiler.is_compiling() or type(tensor) is not Tensor or torch._C._len_torch_dispatch_stack() > 0
 
 
-def choose_experts(scores_TE: Tensor, alive_T: Tensor, top_k: int, num_groups: int) -> Tensor:
+def choose_experts(scores_TE: Tensor, alive_T: Tensor, top_k: int, num_groups: int, *, kernels: bool = False) -> Tensor:
     """Ids of the K/G highest scores inside each of G groups of E/G consecutive experts; the lower id wins a tie.
 
     Worked example: scores [[.1, .3, .4, .4]], K = 2 gives [[2, 3]] for one group and [[1, 2]] for two.
@@ -43,12 +44,17 @@ def choose_experts(scores_TE: Tensor, alive_T: Tensor, top_k: int, num_groups: i
         alive_T: bool [T]; the other tokens get -1 in every column.
         top_k: K.
         num_groups: G, divides E and K. Columns g*K/G to (g+1)*K/G belong to group g, inside it by falling score.
+        kernels: let the CUDA kernels do it where the scores are on a GPU: the same ids.
 
     Returns:
         int64 [T, K], distinct inside a token.
     """
-    choose = _choose_op if _watched(scores_TE) else _choose_experts
-    return choose(scores_TE, alive_T, top_k, num_groups)
+    if _watched(scores_TE):
+        return _choose_op(scores_TE, alive_T, top_k, num_groups)
+    if kernels and scores_TE.is_cuda and scores_TE.shape[1] <= router_module().MAX_EXPERTS:
+        ids: Tensor = router_module().top_experts(scores_TE, alive_T, top_k, num_groups)
+        return ids
+    return _choose_experts(scores_TE, alive_T, top_k, num_groups)
 
 
 def _choose_experts(scores_TE: Tensor, alive_T: Tensor, top_k: int, num_groups: int) -> Tensor:

@@ -6,7 +6,6 @@ knows no ranks and makes no collective: whoever owns the optimizer's step sums t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -18,17 +17,18 @@ from .autocast import no_autocast
 from .config import MoEConfig, nearest, require
 from .errors import InputError, RecipeError
 from .initial import SHARED_EXPERT_ID, generator_for, normal_
-from .load import expert_load
 from .losses import RouterAux, balance_loss, router_aux, sequence_length, z_loss
 from .recompute import choose_experts, even_experts, replayed
-from .routing import NO_ROUTE, Routing
+from .routing import Routing
+from .scoring import SMALLEST_SUM, by_kernels, mask_logits, weigh_routes
 
 ROUTER_ID = SHARED_EXPERT_ID - 1  # stands for a layer's router where its initial values are drawn
-SMALLEST_SUM = 1e-20  # sigmoid scores may all underflow to 0; far below the sum of any top-k of a softmax
 
 
 class Router(nn.Module):
     """Base of the routers: a linear map to E logits, a choice of K experts, their weights, losses and counters.
+
+    `kernels`, False until the layer sets it, lets the CUDA kernels do what is elementwise (see `moe_ep.scoring`).
 
     `weight` float32 [E, H] keeps its dtype through `.to()`, `.bfloat16()` and the like. `load_E` int64 [E] sums the
     routes of training forwards, neither of evaluation nor of recompute, until `take_load`. It is no buffer on
@@ -54,6 +54,7 @@ class Router(nn.Module):
         )
         self.config, self.layer_index = config, layer_index
         self.rank, self.num_ranks = rank, num_ranks
+        self.kernels = False
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size, dtype=torch.float32))
         self.load_E = torch.zeros(config.num_experts, dtype=torch.int64)
         self.reset_parameters(0)
@@ -96,17 +97,14 @@ class Router(nn.Module):
         if valid_T is not None:  # padding may hold NaN, which would reach the weight's gradient as 0 * NaN
             x_TH = x_TH.masked_fill(~valid_T[:, None], 0)
         logits_TE = self._logits(x_TH)
-        alive_T, dead_T, num_tokens = _alive(logits_TE.detach(), valid_T)
-        logits_TE = logits_TE.masked_fill(dead_T[:, None], 0)
+        c, kernels = self.config, by_kernels(logits_TE, self.kernels)
+        logits_TE, alive_T, bad_tokens, num_tokens = mask_logits(logits_TE, valid_T, kernels=kernels)
         scores_TE = self.scores(logits_TE)
         ids_TK = self._choose(scores_TE, alive_T)
-        routing = Routing(
-            expert_ids=ids_TK,
-            weights=self._weights(scores_TE, ids_TK),
-            num_experts=self.config.num_experts,
-            bad_tokens=(dead_T if valid_T is None else dead_T & valid_T).sum(),
+        weights_TK, load_E = weigh_routes(
+            scores_TE, ids_TK, normalize=c.normalize_weights, scale=c.routed_scale, kernels=kernels
         )
-        load_E = expert_load(ids_TK, self.config.num_experts)
+        routing = Routing(expert_ids=ids_TK, weights=weights_TK, num_experts=c.num_experts, bad_tokens=bad_tokens)
         self._count(load_E)
         loss = self._balance_loss(scores_TE, ids_TK, alive_T, num_sequences, load_E)
         z = z_loss(logits_TE, alive_T) if self.config.z_loss_coef > 0 else None
@@ -127,15 +125,8 @@ class Router(nn.Module):
         if c.force_balance:
             return replayed(lambda: even_experts(alive_T, c.top_k, c.num_experts, self.rank, self.num_ranks))
         ranking_TE = self.ranking(scores_TE.detach())
-        return replayed(lambda: choose_experts(ranking_TE, alive_T, c.top_k, max(c.num_groups, 1)))
-
-    def _weights(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
-        chosen = scores_TE.gather(1, ids_TK.clamp_min(0))
-        if self.config.normalize_weights:
-            chosen = chosen / chosen.sum(-1, keepdim=True).clamp_min(SMALLEST_SUM)
-        if self.config.routed_scale != 1:
-            chosen = chosen * self.config.routed_scale
-        return chosen.masked_fill(ids_TK == NO_ROUTE, 0)
+        groups = max(c.num_groups, 1)
+        return replayed(lambda: choose_experts(ranking_TE, alive_T, c.top_k, groups, kernels=self.kernels))
 
     def _balance_loss(
         self, scores_TE: Tensor, ids_TK: Tensor, alive_T: Tensor, num_sequences: int, load_E: Tensor
@@ -183,15 +174,6 @@ class Router(nn.Module):
         super()._apply(keep_dtype, recurse)
         self.load_E = keep_dtype(self.load_E)
         return self
-
-
-def _alive(logits_TE: Tensor, valid_T: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Valid tokens with finite logits and the others, bool [T]; how many are valid, int64 []."""
-    finite_T = torch.linalg.vector_norm(logits_TE, math.inf, dim=-1) < math.inf  # a NaN is the largest, and not less
-    if valid_T is None:
-        return finite_T, ~finite_T, torch.full((), finite_T.shape[0], device=finite_T.device)
-    alive_T = finite_T & valid_T
-    return alive_T, ~alive_T, valid_T.sum()
 
 
 class SoftmaxRouter(Router):

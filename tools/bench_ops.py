@@ -13,6 +13,8 @@ from torch import Tensor
 from moe_ep.activation import activate, activate_backward, scale_, zero_tail_
 from moe_ep.grouped_mlp import grouped_swiglu
 from moe_ep.permute import ExpertInput, SortedRoutes, gather_rows, regroup, sort_routes, sum_rows
+from moe_ep.recompute import choose_experts
+from moe_ep.scoring import mask_logits, weigh_routes
 
 from .shapes import Shape, balanced_ids
 
@@ -92,10 +94,42 @@ def works(place: Place) -> list[Work]:
     routes = sort_routes(ids, num_experts)
     counts_RL = routes.counts.view(2, -1)
     return [
+        *_routers(place),
         *_integers(ids, counts_RL, num_experts),
         *_movements(place, routes, counts_RL),
         *_activations(place),
         _experts(place, counts_RL),
+    ]
+
+
+def _routers(place: Place) -> list[Work]:
+    T, _, _, E, K = place.shape
+    generator = torch.Generator(place.device).manual_seed(E)
+    logits = torch.randn(T, E, device=place.device, generator=generator)
+    scores, d_weights = logits.softmax(-1), torch.randn(T, K, device=place.device, generator=generator)
+    alive = torch.ones(T, dtype=torch.bool, device=place.device)
+    ids = choose_experts(scores, alive, K, 1)
+
+    def weigh(kernels: bool, leaf: Tensor = scores) -> tuple[Tensor, Tensor]:
+        return weigh_routes(leaf, ids, normalize=True, scale=1.0, kernels=kernels)
+
+    def back(kernels: bool) -> Sequence[Tensor]:
+        leaf = scores.detach().requires_grad_()
+        return [*torch.autograd.grad(weigh(kernels, leaf)[0], leaf, d_weights)]
+
+    return [
+        Work(
+            name="mask_logits",
+            run=lambda kernels: mask_logits(logits, None, kernels=kernels),
+            num_bytes=T * (8 * E + 1),
+        ),
+        Work(
+            name="top_experts",
+            run=lambda kernels: [choose_experts(scores, alive, K, 1, kernels=kernels)],
+            num_bytes=T * (4 * E + 8 * K),
+        ),
+        Work(name="weigh_routes", run=lambda kernels: weigh(kernels)[::-1], num_bytes=T * K * 16, same_bits=False),
+        Work(name="weigh_routes: fwd+bwd", run=back, num_bytes=T * (4 * E + 36 * K), same_bits=False),
     ]
 
 

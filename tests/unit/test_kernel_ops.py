@@ -8,14 +8,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from moe_ep.kernels import replica, routes, rows
+from moe_ep.kernels import replica, router, routes, rows
 from moe_ep.kernels import swiglu as swiglu_ops
 from moe_ep.kernels.registry import KernelOp
+from moe_ep.kernels.router import mask_logits, top_experts, weigh_backward, weigh_routes
 from moe_ep.kernels.routes import count_message, regroup_rows, sort_routes
 from moe_ep.kernels.rows import gather_rows, sum_rows
 from moe_ep.kernels.swiglu import scale_rows, swiglu, swiglu_backward, zero_tail
 from torch._subclasses import FakeTensorMode
 
+from moe_ep import scoring
 from moe_ep.activation import activate, activate_backward, scale_, zero_tail_
 from moe_ep.permute import gather_rows as torch_gather
 from moe_ep.permute import regroup as torch_regroup
@@ -119,6 +121,11 @@ def test_ops_obey_their_schemas_and_fakes(tests: tuple[str, ...]) -> None:
     check(swiglu_backward.op, (torch.randn(3, 4), torch.randn(3, 8), weights, None, True, False), test_utils=tests)
     check(scale_rows.op, (torch.randn(3, 8), weights, bound), test_utils=tests)
     check(zero_tail.op, (torch.randn(3, 8), bound), test_utils=tests)
+    scores, ids, valid = torch.rand(3, 6), torch.tensor([[0, 5], [-1, 2], [3, 1]]), torch.tensor([True, True, False])
+    check(mask_logits.op, (scores, valid), test_utils=tests)
+    check(top_experts.op, (scores, valid, 2, 2), test_utils=tests)
+    check(weigh_routes.op, (scores, ids, True, 1e-20, 2.0), test_utils=tests)
+    check(weigh_backward.op, (scores, ids, torch.rand(3, 2), True, 1e-20, 2.0), test_utils=tests)
 
 
 @pytest.mark.parametrize("needs", [(True, True, True), (True, False, True), (False, True, True)])
@@ -159,8 +166,36 @@ def test_scaling_and_zeroing_stop_at_the_bound() -> None:
     assert zero_tail_(rows.clone(), ends, None, kernels=False).tolist() == [[1.0, 1.0], [1.0, 1.0], [0.0, 0.0]]
 
 
+IDS = torch.tensor([[4, 0], [-1, 3], [2, 2], [-1, -1], [1, 3]])  # a missing route, a duplicate, none at all
+
+
+@pytest.mark.parametrize(("normalize", "scale"), [(True, 1.0), (True, 2.5), (False, 1.0), (False, 0.5)])
+def test_weights_loads_and_their_backward_agree_with_the_torch_path(normalize: bool, scale: float) -> None:
+    generator = torch.Generator().manual_seed(5)
+    scores, d_weights = torch.rand(5, 6, generator=generator), torch.randn(5, 2, generator=generator)
+    scores[4] = 0  # the sum is below the smallest that is divided by
+    leaf = scores.clone().requires_grad_()
+    weights, load = scoring.weigh_routes(leaf, IDS, normalize=normalize, scale=scale)
+    weights.backward(d_weights)
+    found, counts = weigh_routes(scores, IDS, normalize, scoring.SMALLEST_SUM, scale)
+    torch.testing.assert_close(found, weights.detach())
+    assert counts.tolist() == load.tolist() == [1, 1, 2, 2, 1, 0]
+    got = weigh_backward(scores, IDS, d_weights, normalize, scoring.SMALLEST_SUM, scale)
+    torch.testing.assert_close(got, leaf.grad)
+
+
+@pytest.mark.parametrize("valid", [None, torch.tensor([True, False, True, True, False])])
+def test_masks_and_counts_agree_with_the_torch_path(valid: torch.Tensor | None) -> None:
+    logits = torch.randn(5, 3, generator=torch.Generator().manual_seed(6))
+    logits[0, 2], logits[1, 0], logits[3, 1] = float("nan"), float("inf"), -float("inf")
+    masked, alive, counts = mask_logits(logits, valid)
+    wanted = scoring.mask_logits(logits, valid)
+    assert torch.equal(masked, wanted[0]) and torch.equal(alive, wanted[1])
+    assert counts.tolist() == [int(wanted[2]), int(wanted[3])]
+
+
 def test_every_op_with_a_reference_has_a_short_one() -> None:
-    for module in (rows, routes, swiglu_ops):
+    for module in (rows, routes, router, swiglu_ops):
         ops = {name for name, value in vars(module).items() if isinstance(value, KernelOp)}
         references = {name: value for name, value in vars(module).items() if name.endswith("_reference")}
         assert {f"{name}_reference" for name in ops} == set(references)
