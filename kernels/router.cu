@@ -2,6 +2,7 @@
 //
 // One warp a token; lane l holds columns l, l + 32, ... in registers, so a row is read once. Sums over a token are taken
 // in the order of its routes by every lane alike, hence the same on every run.
+#include <algorithm>
 #include <type_traits>
 
 #include "common.cuh"
@@ -104,24 +105,28 @@ struct Weigh {
 
 __device__ __forceinline__ bool is_route(const Weigh& w, int64_t id) { return id >= 0 && id < w.num_experts; }
 
-// Sum of a token's chosen scores in the order of its routes, not below the smallest.
+// Sum of a token's chosen scores in the order of its routes, by a whole warp: each lane loads one.
 __device__ __forceinline__ float score_sum(const Weigh& w, int64_t token) {
     float sum = 0.0f;
-    for (int k = 0; k < w.top_k; ++k) {
-        const int64_t id = w.ids[token * w.top_k + k];
-        if (is_route(w, id)) sum += w.scores[token * w.num_experts + id];
+    for (int first = 0; first < w.top_k; first += kWarp) {
+        const int k = first + static_cast<int>(threadIdx.x) % kWarp;
+        const int64_t id = k < w.top_k ? w.ids[token * w.top_k + k] : -1;
+        const float score = is_route(w, id) ? w.scores[token * w.num_experts + id] : 0.0f;
+        for (int lane = 0; lane < kWarp && first + lane < w.top_k; ++lane) sum += __shfl_sync(kAll, score, lane);
     }
     return sum;
 }
 
-// weights[t, k] = scale * score / sum of the token's scores; load[e] counts routes.
+// weights[t, k] = scale * score / sum of the token's scores; load[e] counts routes. Few blocks of many tokens, because
+// each adds its counts to the same E words.
+constexpr unsigned kWeighBlocks = 256;
+
 __global__ void __launch_bounds__(kWarp* kWarps) weigh_routes(Weigh w, float* weights, unsigned long long* load) {
     extern __shared__ int routes[];  // of each expert, in this block
     for (int e = threadIdx.x; e < w.num_experts; e += blockDim.x) routes[e] = 0;
     __syncthreads();
-    const int64_t token = own_token();
     const int lane = threadIdx.x % kWarp;
-    if (token < w.num_tokens) {
+    for (int64_t token = own_token(); token < w.num_tokens; token += static_cast<int64_t>(gridDim.x) * kWarps) {
         const float divisor = w.normalize ? fmaxf(score_sum(w, token), w.smallest) : 1.0f;
         for (int k = lane; k < w.top_k; k += kWarp) {
             const int64_t id = w.ids[token * w.top_k + k];
@@ -201,7 +206,8 @@ extern "C" int moe_ep_weigh_routes(const float* scores, const int64_t* ids, floa
     if (num_tokens == 0 || top_k == 0) return cudaSuccess;
     const Weigh w{scores, ids, num_tokens, num_experts, top_k, normalize,
                   static_cast<float>(smallest), static_cast<float>(scale)};
-    weigh_routes<<<token_blocks(num_tokens), kWarp * kWarps, sizeof(int) * num_experts, stream>>>(
+    const unsigned blocks = std::min(token_blocks(num_tokens), kWeighBlocks);
+    weigh_routes<<<blocks, kWarp * kWarps, sizeof(int) * num_experts, stream>>>(
         w, weights, reinterpret_cast<unsigned long long*>(load));
     return launched();
 }
