@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Time the experts of one rank on one GPU: torch's and quack's, forward and with backward, and each product of quack.
+"""Time the experts of one rank on one GPU: torch's and quack's, forward and with backward, and the products of each.
 
     python tools/bench_experts.py --shape dsv3 qwen3 mixtral --out tools/results/experts-H200.jsonl
 
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this folder is no installed package
@@ -85,6 +86,25 @@ class Rank:
             what = "fwd+bwd" + (f", {reserve} SMs left free" if reserve else "")
             runs |= {(name, what): (18, lambda name=name, r=reserve: self.both(name, r)) for name in names}  # type: ignore[misc]
         return runs
+
+    def products(self) -> Runs:
+        """Torch's grouped products alone, in the order of a forward and its backward, on rows that are there."""
+        ends, inner = self.inp.offsets[1:], self.shape.I
+        up, down = self.w_gate_up.detach(), self.w_down.detach()
+        x, h, act, dy = (self.randn(self.num_rows, width) for width in (self.shape.H, 2 * inner, inner, self.shape.H))
+
+        def product(a: Tensor, b: Tensor) -> Callable[[], Tensor]:
+            return lambda: F.grouped_mm(a, b, offs=ends)
+
+        runs: dict[str, tuple[float, Callable[[], Any]]] = {
+            "up, of rows": (4, product(x, up.mT)),
+            "down": (2, product(act, down.mT)),
+            "hidden_grad": (2, product(dy, down)),
+            "row_grad": (4, product(h, up)),
+            "down_grad": (2, product(dy.mT, act)),
+            "gate_up_grad, of rows": (4, product(h.mT, x)),
+        }
+        return {("torch", name): run for name, run in runs.items()}
 
     def parts(self, library: Library) -> Runs:
         """Each launch of quack's experts, and what stands beside it."""
@@ -172,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rank = Rank(shape, torch.device("cuda", torch.cuda.current_device()))
         error, found = (0.0, []) if library is None else compare(rank)
         wrong += [f"{','.join(map(str, shape))}: {sentence}" for sentence in found]
-        runs = rank.whole(library) | ({} if library is None else rank.parts(library))
+        runs = rank.whole(library) | rank.products() | ({} if library is None else rank.parts(library))
         file.append(_rows(rank, runs, measure(runs, chosen.iterations), error))
     for sentence in wrong:
         print(f"WRONG: {sentence}", file=sys.stderr)
