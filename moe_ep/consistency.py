@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .errors import InputError, PeerError, lost_peer
 from .gradients import is_sharded
-from .layer import moe_layers
+from .step import moe_layers
 
 _SHOWN = 5
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -27,9 +27,10 @@ from .domino_executor import Group, Region, execute, name_of
 from .eager import eager
 from .errors import InputError, RecipeError
 from .flights import MoEAux
-from .layer import MoELayer, check_layer_indices, moe_layers
+from .layer import MoELayer
 from .pending import Pending
 from .schedule import Kind, Schedule, schedule
+from .step import check_layer_indices, moe_layers
 
 
 class DominoLayer(nn.Module):

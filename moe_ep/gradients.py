@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .errors import InputError, lost_peer
-from .layer import moe_layers
+from .step import moe_layers
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

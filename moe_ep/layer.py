@@ -19,15 +19,16 @@ from .config import DispatchConfig, MoEConfig
 from .dispatch.agreement import agree
 from .dispatch.registry import build_dispatcher, refusal
 from .eager import eager
-from .errors import InputError, MoEError, RecipeError
+from .errors import MoEError
 from .experts import SharedExperts, build_experts
 from .flights import LayerFlight, MoEAux, Routed, copies_held, given, releasing
+from .layer_checks import check_layer_index, check_shapes
 from .load import rank_load
 from .losses import RouterAux
-from .peers import is_early_stop, is_reported, mark_everywhere, mark_reported
+from .peers import is_early_stop, mark_everywhere, mark_reported, placed
 from .replica.build import build_runtime, check_replicas
 from .replica.lease import Lease
-from .router import SigmoidRouter, build_router
+from .router import build_router
 from .routing import Routing
 from .schedule import Link
 from .tracing import stage_range
@@ -80,10 +81,7 @@ class MoELayer(nn.Module):
         if error is not None:
             raise error
         check_replicas(config, group)
-        if not 0 <= layer_index < 1 << 16:
-            raise RecipeError(
-                f"layer_index must lie in [0, 65536), got {layer_index}; number the layers of a model from 0"
-            )
+        check_layer_index(layer_index)
         rank, num_ranks = (0, 1) if group is None else (group.rank(), group.size())
         num_local = config.num_experts // num_ranks
         self.router = build_router(config, layer_index, rank=rank, num_ranks=num_ranks)
@@ -179,22 +177,22 @@ class MoELayer(nn.Module):
             with stage_range("route", self.layer_index, micro_batch):
                 x_TH, routing, router_aux = self._route(x, valid)
         except BaseException as err:
-            # the other ranks are on their way to the exchange of counts; they must not wait there for this one
-            device = x.device if isinstance(x, Tensor) else None
-            if self.replicas is not None and lease is not None:
-                self.replicas.announce_failure(lease, device)
-            else:
-                self.dispatcher.announce_failure(device, layer=self.layer_index, micro_batch=micro_batch)
-                mark_reported(err)
-            mark_everywhere(err)
+            self._announce_failure(err, x.device if isinstance(x, Tensor) else None, micro_batch, lease)
             if not isinstance(err, MoEError):
                 raise
-            told = type(err)(f"layer {self.layer_index}, micro-batch {micro_batch}: {err}")
-            mark_everywhere(told)
-            if is_reported(err):
-                mark_reported(told)
-            raise told from err
+            raise placed(err, f"layer {self.layer_index}, micro-batch {micro_batch}") from err
         return Routed(x=x, x_TH=x_TH, routing=routing, router_aux=router_aux, micro_batch=micro_batch, lease=lease)
+
+    def _announce_failure(
+        self, err: BaseException, device: torch.device | None, micro_batch: int, lease: Lease | None
+    ) -> None:
+        """The other ranks are on their way to the exchange of counts; they must not wait there for this one."""
+        if self.replicas is not None and lease is not None:
+            self.replicas.announce_failure(lease, device)
+        else:
+            self.dispatcher.announce_failure(device, layer=self.layer_index, micro_batch=micro_batch)
+            mark_reported(err)
+        mark_everywhere(err)
 
     @eager
     def place(self, routed: Sequence[Routed]) -> None:
@@ -224,16 +222,12 @@ class MoELayer(nn.Module):
         )
 
     def _route(self, x: Tensor, valid: Tensor | None) -> tuple[Tensor, Routing, RouterAux]:
-        shape = _shape_of(x)
-        if not shape or shape[-1] != self.config.hidden_size:
-            raise InputError(f"x must be [..., {self.config.hidden_size}] (hidden_size), got {shape}")
-        if valid is not None and _shape_of(valid) != shape[:-1]:
-            raise InputError(f"valid must be {shape[:-1]}, as x without H, got {_shape_of(valid)}")
+        check_shapes(x, valid, self.config.hidden_size)
         if self.replicas is not None:
             self.replicas.check_device(x.device)
         x_TH = x.reshape(-1, x.shape[-1])
         valid_T = None if valid is None else valid.reshape(-1)
-        sequences = math.prod(shape[:-2])  # a batch without sequences has no tokens: one of none
+        sequences = math.prod(x.shape[:-2])  # a batch without sequences has no tokens: one of none
         return x_TH, *self.router(x_TH, valid_T=valid_T, num_sequences=max(sequences, 1))
 
     @eager
@@ -310,81 +304,3 @@ def _seen_by_dispatcher(config: MoEConfig, group: dist.ProcessGroup | None) -> D
     num_ranks = group.size() if isinstance(group, dist.ProcessGroup) else 1  # what is none is refused later
     # where R does not divide E there is no P: the refusal is to name E
     return config.dispatch(num_ranks if config.num_experts % num_ranks == 0 else 0)
-
-
-def _shape_of(x: object) -> tuple[int, ...]:
-    if not isinstance(x, Tensor) or x.layout != torch.strided:
-        kind = x.layout if isinstance(x, Tensor) else type(x).__name__
-        raise InputError(f"x and valid must be dense tensors, got {kind}")
-    return tuple(x.shape)
-
-
-def moe_layers(model: nn.Module) -> list[MoELayer]:
-    """The MoE layers of a model in module order, also inside wrappers (compiled, checkpointed, sharded)."""
-    return [module for module in model.modules() if isinstance(module, MoELayer)]
-
-
-def check_layer_indices(model: nn.Module) -> None:
-    """Refuse layers with the same number: their experts and routers would begin with equal weights.
-
-    Raises:
-        RecipeError: two layers of the model have one layer_index.
-    """
-    first: dict[int, str] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, MoELayer):
-            index = module.layer_index
-            if index in first:
-                raise RecipeError(
-                    f"{first[index]} and {name} both have layer_index = {index}, so their initial weights are equal "
-                    "and no message tells them apart; build each MoELayer of a model with a layer_index of its own"
-                )
-            first[index] = name
-
-
-@torch.no_grad()
-def update_routers(model: nn.Module, group: dist.ProcessGroup | None) -> Tensor:
-    """Once per optimizer step, before it: global loads, selection biases, faults noted on the device. Collective.
-
-    Args:
-        model: its MoE layers have run forward (and backward) on this step's micro-batches.
-        group: all ranks that train the model, data-parallel ones too; None: this rank alone.
-
-    Returns:
-        int64 [layers, E], routes of the global batch to each expert; the counters start again at zero.
-
-    Raises:
-        RecipeError: two layers of the model have one layer_index.
-        InputError, CapacityError, NonFiniteError: a fault that a run without host syncs noted on the device.
-        ProtocolError: a micro-batch still holds slots of replicas.
-    """
-    check_layer_indices(model)
-    layers = moe_layers(model)
-    for dispatcher in {layer.dispatcher: None for layer in layers}:
-        dispatcher.raise_if_faulted()
-    for replicas in {layer.replicas for layer in layers if layer.replicas is not None}:
-        replicas.check_returned()
-    if not layers:
-        return torch.zeros((0, 0), dtype=torch.int64)
-    loads = torch.stack([layer.router.take_load() for layer in layers])
-    if group is not None and group.size() > 1:
-        dist.all_reduce(loads, group=group)
-    for layer, load_E in zip(layers, loads, strict=True):
-        if isinstance(layer.router, SigmoidRouter) and layer.config.bias_update_rate > 0:
-            layer.router.update_bias(load_E)
-    return loads
-
-
-def total_aux_loss(auxes: list[MoEAux]) -> Tensor:
-    """Sum over layers of the differentiable losses of one micro-batch, float32 []; no graph where all are off.
-
-    Raises:
-        InputError: not the list of one micro-batch.
-    """
-    if isinstance(auxes, MoEAux) or any(not isinstance(aux, MoEAux) for aux in auxes):
-        kind = "one MoEAux" if isinstance(auxes, MoEAux) else f"a list of {type(auxes[0]).__name__}"
-        raise InputError(
-            f"auxes must list the MoEAux of every layer for one micro-batch, got {kind}; pass [aux] for a single "
-            "layer, and call it for each micro-batch of a DominoStack by itself"
-        )
-    return torch.stack([aux.loss for aux in auxes]).sum() if auxes else torch.zeros(())

@@ -6,7 +6,7 @@ import re
 
 import torch.distributed as dist
 
-from .errors import PeerError
+from .errors import MoEError, PeerError
 
 _LOST = re.compile(
     r"gloo|connection (closed|reset|refused)|timed out|timeout|broken pipe|nccl (error|communicator)|"
@@ -54,6 +54,16 @@ def mark_reported(err: BaseException) -> None:
 def is_reported(err: BaseException) -> bool:
     """Whether all ranks raise: one where it sends its counts, the others where they read them, launches further on."""
     return getattr(err, _REPORTED, False)
+
+
+def placed(err: MoEError, where: str) -> MoEError:
+    """The same error with its place in front, for the ranks that it concerned before."""
+    told = type(err)(f"{where}: {err}")
+    if getattr(err, _EVERYWHERE, False):
+        mark_everywhere(told)
+    if is_reported(err):
+        mark_reported(told)
+    return told
 
 
 def mark_out_of_step(err: Exception) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from moe_ep.errors import MoEError, RecipeError, Unavailable
-from moe_ep.layer import moe_layers
 from moe_ep.recompute import recompute_context_fn
+from moe_ep.step import moe_layers
 from recipes import checkpoint
 from recipes.corpus import Corpus, CorpusError, load_corpus
 from recipes.data import TrainData, ValidData, encode

@@ -23,7 +23,8 @@ from moe_ep.bounds import POSITIVE, Range, check_ranges
 from moe_ep.config import DTYPES, MoEConfig, require
 from moe_ep.domino import DominoLayer, launch
 from moe_ep.flights import MoEAux
-from moe_ep.layer import MoELayer, moe_layers
+from moe_ep.layer import MoELayer
+from moe_ep.step import moe_layers
 
 from .attention import Attention, Rotary
 from .data import IGNORE

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_ep import CapacityError, DominoStack, InputError, MoEConfig, NonFiniteError, PeerError, moe_layers
-from moe_ep.layer import update_routers
 from moe_ep.schedule import schedule
+from moe_ep.step import update_routers
 from moe_ep.testing.ranks import RankPool
 from tests.ranks.small_stack import MOE, H, SmallLayer, loads, loss_of
 

@@ -146,9 +146,9 @@ RULES = [
         lambda m, n: within(n, *DISPATCHERS - {m}),
     ),
     Rule(
-        "dispatch must not know layer, domino or replica",
+        "dispatch must not know layer, step, domino or replica",
         lambda m: within(m, "moe_ep.dispatch"),
-        lambda m, n: within(n, *DOMINO_MODULES, "moe_ep.layer", "moe_ep.replica"),
+        lambda m, n: within(n, *DOMINO_MODULES, "moe_ep.layer", "moe_ep.step", "moe_ep.replica"),
     ),
     Rule(
         "domino must not know a concrete dispatcher or torch.distributed",
