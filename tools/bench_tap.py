@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from moe_ep.errors import Unavailable
-from moe_ep.streams import CommStream, InFlight, Launch, Mark
+from moe_ep.in_flight import InFlight, Mark
+from moe_ep.streams import CommStream, Launch
 
 _COUNTS = "exchange of "
 Form = tuple[tuple[int, ...], torch.dtype]

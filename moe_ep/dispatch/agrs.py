@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ..config import DispatchConfig
 from ..faults import NUM_WORDS, Fault, raise_faults
+from ..in_flight import InFlight
 from ..permute import ExpertInput, SortedRoutes, gather_rows, sort_routes, sum_rows
 from ..routing import NO_ROUTE, Routing
-from ..streams import InFlight
 from .base import Dispatcher
 from .capabilities import Capabilities
 from .registry import register_dispatcher

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ..config import DispatchConfig
 from ..faults import NUM_WORDS, Fault, count_message, raise_faults
+from ..in_flight import InFlight
 from ..permute import ExpertInput, SortedRoutes, gather_routes, gather_rows, regroup, sort_routes, sum_rows
 from ..routing import Routing
-from ..streams import InFlight
 from .base import Dispatcher
 from .capabilities import Capabilities
 from .registry import register_dispatcher

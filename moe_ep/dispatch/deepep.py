@@ -13,10 +13,10 @@ from torch.nn.functional import pad
 
 from ..config import DispatchConfig
 from ..faults import NUM_WORDS, Fault, raise_faults, status_words
+from ..in_flight import InFlight
 from ..machine import loaded_nccl
 from ..permute import ExpertInput, SortedRoutes, sort_routes
 from ..routing import NO_ROUTE, Routing
-from ..streams import InFlight
 from . import deepep_library as found
 from .base import Dispatcher
 from .capabilities import Capabilities

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ..config import DispatchConfig
 from ..faults import NUM_WORDS, Fault, raise_faults
+from ..in_flight import InFlight
 from ..permute import ExpertInput
 from ..routing import NO_ROUTE, Routing
-from ..streams import InFlight
 from .base import Dispatcher
 from .capabilities import Capabilities
 from .nccl_ep_engine import Engine

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ..faults import Fault
+from ..in_flight import InFlight
 from ..permute import ExpertInput, SortedRoutes, sort_routes
 from ..routing import Routing
-from ..streams import InFlight
 from .nccl_ep_engine import Engine, Lease
 from .nccl_ep_rows import cut, library_routes, pad
 from .nccl_ep_transfer import Combine, Dispatch

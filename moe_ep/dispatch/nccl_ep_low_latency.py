@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..in_flight import InFlight
 from ..permute import ExpertInput, sum_rows
 from ..routing import NO_ROUTE, Routing
-from ..streams import InFlight
 from .nccl_ep_engine import Lease, LibraryGroup, refusals, stream_of
 from .nccl_ep_rows import arrange, cut, library_routes, number_rows, pad
 from .ticket import Ticket

@@ -14,10 +14,12 @@ from ..config import DispatchConfig
 from ..debug import debug
 from ..errors import ProtocolError
 from ..faults import FaultRecord, status_words
+from ..in_flight import InFlight
+from ..lanes import LanePool
 from ..ops import choose_kernels
 from ..order import Order, open_order
 from ..routing import Routing
-from ..streams import CommStream, InFlight, LanePool, comm_stream
+from ..streams import CommStream, comm_stream
 from .capabilities import Capabilities, group_serves, row_capacity
 from .ticket import Stage, Ticket
 from .transfer import pack, start_call

@@ -14,8 +14,8 @@ from ..faults import place_of
 from ..load import LayoutStats, layout_stats
 
 if TYPE_CHECKING:
+    from ..lanes import Lane
     from ..schedule import Link
-    from ..streams import Lane
     from .transfer import Packed
 
 

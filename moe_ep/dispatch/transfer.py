@@ -26,9 +26,10 @@ from torch.distributed.distributed_c10d import AllToAllOptions
 from ..alarm import alarm_of, find_alarm
 from ..calls import Call, Kind
 from ..errors import ProtocolError
+from ..in_flight import InFlight, Mark
 from ..order import order_of
 from ..race import begin_late
-from ..streams import CommStream, InFlight, Mark, any_stream, is_async
+from ..streams import CommStream, any_stream, is_async
 
 Tensors = tuple[Tensor, ...]
 # torch 2.13 renamed all_gather_into_tensor

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from contextlib import AbstractContextManager
 
+from ..in_flight import making
 from ..schedule import Kind, Link
-from ..streams import making
 from .ticket import Stage, Ticket
 
 LAUNCH_AFTER_PACK = Link(Kind.DISPATCH, Kind.PACK)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe_ep import DominoStack, ExpertInput, MoEConfig, Routing, build_dispatcher, moe_layers
 from moe_ep.dispatch.base import Dispatcher
-from moe_ep.streams import Lane
+from moe_ep.lanes import Lane
 from moe_ep.testing.ranks import RankPool
 from tests.ranks.race_runs import host_ahead
 from tests.ranks.small_stack import MOE, H, SmallLayer, inputs, loss_of, recorded, same, small_stack

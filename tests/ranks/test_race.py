@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from moe_ep import MoEError, domino
 from moe_ep.dispatch.transfer import Flight
-from moe_ep.streams import making
+from moe_ep.in_flight import making
 from moe_ep.testing.ranks import RankPool
 from tests.ranks.race_runs import LAYERS, host_ahead, mutant, necessary_waits, racing, run_both_ways, run_forward
 from tests.ranks.small_stack import small_stack

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from moe_ep.dispatch.transfer import AllToAllRows, Flight, GatherRows, finish, pack, start
 from moe_ep.errors import PeerError, ProtocolError
-from moe_ep.streams import InFlight, comm_stream
+from moe_ep.in_flight import InFlight
+from moe_ep.streams import comm_stream
 from moe_ep.testing.ranks import RankPool
 
 

@@ -11,8 +11,8 @@ import torch
 
 from moe_ep.alarm import Alarm
 from moe_ep.errors import PeerError
+from moe_ep.in_flight import InFlight
 from moe_ep.settlement import Party
-from moe_ep.streams import InFlight
 
 
 def alarm() -> Alarm:

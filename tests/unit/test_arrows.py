@@ -112,7 +112,9 @@ def within(name: str, *roots: str) -> bool:
 
 
 def may_know_streams(module: str) -> bool:
-    return within(module, "moe_ep.streams", "moe_ep.dispatch", "moe_ep.replica.transport", "moe_ep.kernels")
+    return within(
+        module, "moe_ep.streams", "moe_ep.in_flight", "moe_ep.dispatch", "moe_ep.replica.transport", "moe_ep.kernels"
+    )
 
 
 class Rule(NamedTuple):
@@ -171,7 +173,7 @@ RULES = [
         lambda m, n: within(n, "megatron", "xtuner", "moe_ep.integrations"),
     ),
     Rule(
-        "only streams, dispatchers and the replica transport may know CUDA streams and events",
+        "only streams, work in flight, dispatchers and the replica transport may know CUDA streams and events",
         lambda m: within(m, "moe_ep") and not may_know_streams(m),
         lambda m, n: within(n, *STREAM_NAMES),
     ),

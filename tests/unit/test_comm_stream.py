@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from moe_ep import streams
-from moe_ep.streams import CommStream, making
+from moe_ep import in_flight
+from moe_ep.in_flight import making
+from moe_ep.streams import CommStream
 
 
 class Cuda:
@@ -43,7 +44,7 @@ class Cuda:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda index: self.current)
         monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(self, "current", stream))
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: id(self.current), raising=False)
-        monkeypatch.setattr(streams, "_known", {})
+        monkeypatch.setattr(in_flight, "_known", {})
 
     def fill(self) -> tuple[tuple[torch.Tensor, ...], list[Any]]:
         """What is launched."""

@@ -8,8 +8,9 @@ from unittest import mock
 import pytest
 import torch
 
-from moe_ep import streams
-from moe_ep.streams import CommStream, InFlight, making
+from moe_ep import in_flight, streams
+from moe_ep.in_flight import InFlight, making
+from moe_ep.streams import CommStream
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +28,7 @@ def flight(event: object, keep: torch.Tensor) -> InFlight:
 
 def test_a_flight_that_dies_unawaited_makes_the_callers_stream_wait() -> None:
     event, sent = object(), torch.ones(1)
-    with mock.patch.object(streams, "_current_stream") as stream:
+    with mock.patch.object(in_flight, "current_stream") as stream:
         one = flight(event, sent)
         del one
         stream.return_value.wait_event.assert_called_once_with(event)
@@ -35,14 +36,14 @@ def test_a_flight_that_dies_unawaited_makes_the_callers_stream_wait() -> None:
 
 def test_a_capture_does_not_wait_for_what_happened_outside(capturing: list[bool]) -> None:
     one, capturing[0] = flight(object(), torch.ones(1)), True
-    with mock.patch.object(streams, "_current_stream") as stream:
+    with mock.patch.object(in_flight, "current_stream") as stream:
         del one
         stream.return_value.wait_event.assert_not_called()
 
 
 def test_an_awaited_flight_lets_go_of_its_inputs_and_waits_once() -> None:
     event, sent = object(), torch.ones(1)
-    with mock.patch.object(streams, "_current_stream") as stream:
+    with mock.patch.object(in_flight, "current_stream") as stream:
         one = flight(event, sent)
         kept = weakref.ref(sent)
         del sent
@@ -55,7 +56,7 @@ def test_an_awaited_flight_lets_go_of_its_inputs_and_waits_once() -> None:
 
 def test_a_step_without_its_wait_makes_none() -> None:
     event = mock.Mock()
-    with mock.patch.object(streams, "_current_stream") as stream:
+    with mock.patch.object(in_flight, "current_stream") as stream:
         with making(at_launch=True, at_arrival=False):
             flight(event, torch.ones(1)).wait_on_host()
         event.synchronize.assert_not_called()
@@ -71,7 +72,8 @@ def comm(monkeypatch: pytest.MonkeyPatch) -> CommStream:
     """A comm stream as on a GPU, on which nothing runs."""
     monkeypatch.setattr(torch.cuda, "Event", mock.Mock)
     monkeypatch.setattr(torch.cuda, "set_stream", mock.Mock())
-    monkeypatch.setattr(streams, "_current_stream", mock.Mock())
+    for module in (in_flight, streams):
+        monkeypatch.setattr(module, "current_stream", mock.Mock())
     made = CommStream(torch.device("cpu"), None)
     made.device, made.stream, made._issued = torch.device("cuda", 0), mock.Mock(), mock.Mock()
     return made

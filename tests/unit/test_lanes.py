@@ -6,7 +6,7 @@ import gc
 
 import torch
 
-from moe_ep.streams import LanePool
+from moe_ep.lanes import LanePool
 
 CPU = torch.device("cpu")
 
