@@ -12,9 +12,10 @@ from torch import Tensor
 
 from .bench_case import Case, Figure
 from .bench_check import Check
-from .bench_domino import Plan, StackCase
+from .bench_domino import StackCase
 from .bench_setting import Place, Setting, gather
 from .bench_trace import Traced
+from .bench_variants import Plan
 from .floors import Rates
 from .timing import Series, percentiles, slowest_rank
 

@@ -13,6 +13,7 @@ from moe_ep.experts import find_experts
 from moe_ep.layer import MoELayer
 from moe_ep.losses import RouterAux
 from moe_ep.replica.build import build_runtime, check_replicas
+from moe_ep.replica.runtime import Planned
 from moe_ep.router import Router
 from moe_ep.routing import Routing
 
@@ -59,6 +60,7 @@ class BenchLayer:
 
     Attributes:
         counts: rows of its experts in the last run.
+        kept: the plan of an iteration and where it sent the routes, for a run without a stage.
     """
 
     def __init__(self, candidate: Candidate, experts: str, setting: Setting, slots: int = 0) -> None:
@@ -82,6 +84,7 @@ class BenchLayer:
                 parameter.normal_(0, config.init_std, generator=generator)
         self.router = ScriptedRouter(self.module.router)
         self.module.router = self.router  # type: ignore[assignment]
+        self.kept: dict[int, tuple[Planned, Routing]] = {}
         self.counts = RowCounts(place, shape.E)
         self.counts.watch(self.module.experts)
 

@@ -79,11 +79,6 @@ class Options:
         _ = self.candidates
         for slots in self.replica_slots:
             require(slots >= 0, f"replica-slots must not be negative, got {slots}")
-            require(
-                slots == 0 or self.levels != ("stage",),
-                f"replica-slots = {slots} is measured at the levels layer, stack and step, where experts compute; add "
-                "one to --level",
-            )
         require(self.iterations >= 1, f"iterations must be at least 1, got {self.iterations}")
         require(self.warmup >= 1, f"warmup must be at least 1 (the first call builds things), got {self.warmup}")
 

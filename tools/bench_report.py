@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this folder is n
 
 from moe_ep.bounds import NOT_NEGATIVE
 from tools.domino_table import domino_lines
+from tools.replica_lines import replica_lines
 from tools.rows import Row, read_rows
 
 BASELINE = "all2all"
@@ -181,6 +182,8 @@ def report(runs: Sequence[Run]) -> list[str]:
     for run in runs:
         table = domino_lines(run.rows.values())
         text += [f"stacks of {run.path.name}", *table] if table else []
+        copied = replica_lines([*run.rows.values()])
+        text += [f"copies of experts in {run.path.name}", *copied] if copied else []
     for run in runs:
         text += [
             f"{describe(_key(row, TASK))}: {_name(_key(row, CANDIDATE))} {row['status']}: {row['reason']}"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,15 +12,16 @@ from moe_ep.dispatch import close_dispatchers
 from moe_ep.errors import MoEError, RecipeError, Unavailable
 
 from .bench_candidates import Candidate
-from .bench_case import Case, StageCase
+from .bench_case import Case, Figure
 from .bench_check import Check
-from .bench_domino import StackCase, plans
 from .bench_figures import Measured, domino_values, measured, stage_values
-from .bench_layer import BenchLayer, LayerCase
 from .bench_options import STACKED, Options
+from .bench_recipes import recipes
+from .bench_replica_stages import ReplicaCase, Times, stage_fields
 from .bench_setting import Place, Problem, Setting, agree, make_setting
 from .bench_stack import BenchStack, parse_attention
 from .bench_trace import Traced, trace_file, trace_once
+from .bench_without import WholeCase
 from .rows import Row, dtype_name, make_row
 from .shapes import make_workload
 from .timing import Series, Stopwatch, alternate
@@ -110,7 +109,7 @@ def _build(
     """The warmed-up cases of a dispatcher, and rows that say why others are not there. Collective."""
     cases: list[Case] = []
     lost: list[Row] = []
-    for values, make in _recipes(table, candidate, stack):
+    for values, make in recipes(table.options, table.level, table.setting, candidate, stack):
         problem: Problem | None = None
         found: list[Case] = []
         try:
@@ -127,32 +126,6 @@ def _build(
         else:
             lost.append(table.row(candidate, status=problem[0], reason=problem[1], **values))
     return cases, lost
-
-
-def _recipes(
-    table: Table, candidate: Candidate, stack: BenchStack | None
-) -> Iterator[tuple[dict[str, Any], Callable[[], Case]]]:
-    """What rows of a case without times hold, and how to make it."""
-    options, setting = table.options, table.setting
-    if stack is not None:
-        for pass_ in options.passes:
-            for num, slots in itertools.product(options.micro_batches, options.replica_slots):
-                for plan in plans(table.level, pass_, num, options.reserve_sms, slots):
-                    values = {"pass_": pass_, "M": num, "variant": plan.variant, "reserve_sms": plan.reserve_sms}
-                    values |= {"attention": stack.attention_name, "layers": options.layers, "S": slots}
-                    yield values, functools.partial(StackCase, stack, candidate, plan)
-    elif table.level == "stage":
-        for pass_ in options.passes:
-            yield {"pass_": pass_}, functools.partial(StageCase, candidate, pass_, setting)
-    else:
-        for slots in options.replica_slots:
-            layer = functools.cache(functools.partial(BenchLayer, candidate, options.experts, setting, slots))
-            for pass_ in options.passes:  # which share the layer's weights
-                yield {"pass_": pass_, "S": slots}, functools.partial(_layer_case, layer, pass_, setting)
-
-
-def _layer_case(layer: Callable[[], BenchLayer], pass_: str, setting: Setting) -> Case:
-    return LayerCase(layer(), pass_, setting)
 
 
 def _warm_up(iterations: int, cases: Sequence[Case], watch: Stopwatch) -> Problem | None:
@@ -208,6 +181,18 @@ def _measure(table: Table, case: Case, series: Series, check: Check, watch: Stop
     return measured(case, series, check, traced, place)
 
 
+def _figure_values(table: Table, figure: Figure, each: Measured, beside: Sequence[Measured]) -> dict[str, Any]:
+    case, rates = each.case, table.options.rates
+    if not isinstance(case, ReplicaCase):
+        return stage_values(figure, each, table.setting, rates)
+    whole: Times = {
+        other.case.without: other.slowest["layer"]
+        for other in beside
+        if isinstance(other.case, WholeCase) and (other.case.layer, other.case.pass_) == (case.layer, case.pass_)
+    }
+    return stage_fields(case, figure, each.slowest, whole, rates)
+
+
 def _rows(table: Table, found: Sequence[Measured]) -> list[Row]:
     """The rows of a dispatcher's cases, or for each one that says that its results are wrong."""
     rows = []
@@ -220,6 +205,6 @@ def _rows(table: Table, found: Sequence[Measured]) -> list[Row]:
             rows.append(table.row(each.case.candidate, status="failed", reason=reason, **values))
             continue
         for figure in each.case.figures:
-            times = stage_values(figure, each, table.setting, table.options.rates) | values
+            times = _figure_values(table, figure, each, found) | values
             rows.append(table.row(each.case.candidate, status="ok", **times))
     return rows

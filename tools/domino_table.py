@@ -45,7 +45,7 @@ def domino_lines(rows: Iterable[Row]) -> list[str]:
 
 
 def _describe(row: Row) -> str:
-    words = {name: row[name] for name in _TASK if row[name] is not None}
+    words = {name: row[name] for name in _TASK if row[name] is not None and (name, row[name]) != ("S", 0)}
     shape = Shape(**row["shape"])
     named = next((name for name, preset in PRESETS.items() if preset == shape), None)
     words["shape"] = named or "T,H,I,E,K=" + ",".join(map(str, shape))

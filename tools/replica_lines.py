@@ -15,6 +15,11 @@ _SAME = (
 
 
 def replica_lines(rows: Sequence[Row]) -> list[str]:
+    """What is said about copies in rows of one run."""
+    return [*replica_stage_lines(rows), *speed_lines(rows)]
+
+
+def speed_lines(rows: Sequence[Row]) -> list[str]:
     """A line for each layer or stack with slots: its time and that without slots, as multiples of the even one's time.
 
     Where several micro-batches interleave, one more for what a placement for all of them costs or gains. Rows that lack
@@ -35,6 +40,21 @@ def replica_lines(rows: Sequence[Row]) -> list[str]:
                 f"replicas: {_name(row)}: {row['us_p50'] / each['us_p50']:.3f} times the {each['us_p50']:.0f} us with "
                 "a placement for each micro-batch"
             )
+    return lines
+
+
+def replica_stage_lines(rows: Sequence[Row]) -> list[str]:
+    """A line for each stage of copies: alone, beside its floor, and what the layer's time grows by with it."""
+    lines = []
+    for row in rows:
+        if row["level"] != "stage" or row["S"] == 0 or row["status"] != "ok":
+            continue
+        floor = "" if row["floor_us"] is None else f" ({row['floor_us'] / row['us_p50']:.0%} of the link's rate)"
+        exposed = "unknown" if row["exposed_us"] is None else f"{row['exposed_us']:.1f} us"
+        lines.append(
+            f"replicas: {_name(row)}: {row['stage']} alone {row['us_p50']:.1f} us{floor}, exposed {exposed}: the "
+            "layer's time with it less that without it"
+        )
     return lines
 
 

@@ -31,7 +31,10 @@ ROW_FIELDS = (
 )
 CHOICES: dict[str, tuple[str | None, ...]] = {
     "level": ("kernel", "stage", "layer", "stack", "step"),
-    "stage": ("dispatch", "combine", "dispatch+combine", None),
+    "stage": (
+        *("dispatch", "combine", "dispatch+combine", None),
+        *("plan", "reroute", "weight_sync", "grad_reduce"),  # of copies of experts
+    ),
     "pass": ("fwd", "fwd+bwd"),
     "form": ("unique", "expanded", None),
     "variant": ("unsplit", "split", "overlapped", "joint", "compute", "communication", None),

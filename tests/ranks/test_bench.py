@@ -29,7 +29,7 @@ from tools.bench_options import Options, parse_rates
 from tools.bench_run import WrongWork, run
 from tools.bench_setting import Place
 from tools.floors import Rates
-from tools.replica_lines import replica_lines
+from tools.replica_lines import speed_lines
 from tools.rows import ROW_FIELDS, Row, read_rows
 from tools.shapes import Shape
 
@@ -170,15 +170,13 @@ def test_keys_reach_the_dispatcher_on_every_level(pool: RankPool) -> None:
 
 def test_layers_with_copies_of_hot_experts(pool: RankPool) -> None:
     """Two slots on a skewed routing: right results, rows counted over all copies, and a line beside the even layer."""
-    options = replace(EVERYTHING, levels=("stage", "layer"), skews=(1.0, 1.5), replica_slots=(0, 2))
+    options = replace(EVERYTHING, levels=("layer",), skews=(1.0, 1.5), replica_slots=(0, 2))
     (rows, abort), _ = pool.run(measure, options)
     assert abort == ""
     assert {row["status"] for row in rows} == {"ok"}
-    layers = [row for row in rows if row["level"] == "layer"]
-    assert {(row["S"], row["skew"]) for row in layers} == {(s, k) for s in (0, 2) for k in (1.0, 1.5)}
-    assert {row["S"] for row in rows if row["level"] == "stage"} == {0}
-    lines = replica_lines(rows)
-    assert len(lines) == sum(row["S"] == 2 for row in layers)
+    assert {(row["S"], row["skew"]) for row in rows} == {(s, k) for s in (0, 2) for k in (1.0, 1.5)}
+    lines = speed_lines(rows)
+    assert len(lines) == sum(row["S"] == 2 for row in rows)
     assert any("S = 2" in line and "of its speed" in line and "without" in line for line in lines)
 
 
@@ -260,7 +258,6 @@ def test_bfloat16_stays_within_its_tolerance() -> None:
     [
         (["--micro-batches", "1,2"], "micro-batches = 2 needs level stack or step"),
         (["--micro-batches", "0"], "micro-batches must be at least 1, got 0"),
-        (["--replica-slots", "2"], "replica-slots = 2 is measured at the levels layer, stack and step"),
         (["--replica-slots", "-1"], "replica-slots must not be negative, got -1"),
         (["--reserve-sms", "16"], "reserve-sms = [16] acts where micro-batches interleave"),
         (["--reserve-sms", "-1"], "reserve-sms must be auto or at least 0, got -1"),

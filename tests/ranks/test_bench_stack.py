@@ -21,13 +21,14 @@ from moe_ep.replica.transport import InFlight as Arrived
 from moe_ep.routing import Routing
 from moe_ep.testing.ranks import RankPool
 from tools.bench_candidates import Candidate
-from tools.bench_domino import Plan, StackCase
+from tools.bench_domino import StackCase
 from tools.bench_options import Options
 from tools.bench_run import WrongWork, run
 from tools.bench_setting import Place, make_setting
 from tools.bench_stack import BenchStack
+from tools.bench_variants import Plan
 from tools.domino_table import domino_lines
-from tools.replica_lines import replica_lines
+from tools.replica_lines import speed_lines
 from tools.rows import ROW_FIELDS, Row
 from tools.shapes import Shape, make_workload
 from tools.timing import Untimed
@@ -146,7 +147,7 @@ def test_copies_of_hot_experts_placed_for_each_micro_batch_and_for_all(pool: Ran
     assert [(row["M"], row["variant"]) for row in with_copies] == variants * 4
     assert "joint" not in {row["variant"] for row in rows if row["S"] == 0}
     assert all(row["wrong"] == 0 and row["err"] < 1e-5 and row["floor_us"] is None for row in with_copies)
-    lines = replica_lines(rows)
+    lines = speed_lines(rows)
     assert sum("with a placement for each micro-batch" in line for line in lines) == 4
     assert sum("of its speed" in line for line in lines) == len(with_copies)
     joint, each = (
