@@ -5,7 +5,8 @@
     torchrun --nproc-per-node 4 tools/bench_dispatch.py --dispatchers agrs --shape 64,32,48,8,2 --pass fwd,fwd+bwd
     torchrun --nproc-per-node 2 tools/bench_dispatch.py --shape dsv3 qwen3 mixtral --skew 1,1.5 --level stage,layer \
         --out tools/results/dispatch-H200x2.jsonl
-    torchrun --nproc-per-node 2 tools/bench_dispatch.py --level layer,stage --pass fwd+bwd --skew 1,1.7 --replica-slots 0,2
+    torchrun --nproc-per-node 2 tools/bench_dispatch.py --level layer,stage --pass fwd+bwd --skew 1,1.7 \
+        --replica-slots 0,2
     torchrun --nproc-per-node 2 tools/bench_dispatch.py --dispatchers direct:capacity_factor=1.2:expand=true,direct
 
 With slots for copies of hot experts (S) layers, stacks and steps make them, for each micro-batch and, where several

@@ -71,11 +71,9 @@ def _name(row: Row) -> str:
     """Which row, in a few words."""
     candidate = " ".join(str(row[name]) for name in ("dispatcher", "api", "experts") if row[name] is not None)
     shape = ",".join(str(size) for size in row["shape"].values())
+    skew = row["skew"] if row["skew_realised"] is None else row["skew_realised"]
     variant = "" if row["variant"] is None else f" M = {row['M']} {row['variant']},"
-    return (
-        f"{row['level']} {row['pass']} {candidate}, T,H,I,E,K={shape}, skew {row['skew_realised']:.2f},{variant} "
-        f"S = {row['S']}"
-    )
+    return f"{row['level']} {row['pass']} {candidate}, T,H,I,E,K={shape}, skew {skew:.2f},{variant} S = {row['S']}"
 
 
 def _key(row: Row, **change: Any) -> tuple[Any, ...]:

@@ -144,10 +144,37 @@ def test_variants_of_a_stack_have_one_line_for_each_reserve(tmp_path: Path, caps
     lines = [line.split() for line in out.splitlines() if line.startswith("  2 ")]
     same = ["2", "9.000", "9.900"]
     assert lines == [
-        [*same, "7.350", "0", "7.000", "2.500", "1.050", "0.930", "0.900", "0.970", "-", "-", "812"],
-        [*same, "7.500", "16", "7.000", "2.500", "-", "-", "-", "-", "-", "-", "-"],
+        [*same, "7.350", "-", "0", "7.000", "2.500", "1.050", "0.930", "0.900", "0.970", "-", "-", "812"],
+        [*same, "7.500", "-", "16", "7.000", "2.500", "-", "-", "-", "-", "-", "-", "-"],
     ]
     assert "us / all2all" not in out, "a variant is no dispatcher to be held against another"
+
+
+def test_copies_of_experts_are_held_against_the_even_layer_and_against_each_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layer = {"level": "layer", "stage": None, "form": None, "pass": "fwd+bwd", "experts": "torch"}
+    copied = {"skew": 1.7, "S": 2}
+    rows = [
+        row("all2all", 1000.0, **layer), row("all2all", 1700.0, **layer, skew=1.7),
+        row("all2all", 1040.0, **layer | copied | {"skew_realised": 1.71}),
+        row("all2all", 99.0, stage="weight_sync", form=None, floor_us=90.0, exposed_us=12.34, experts="torch", **copied),
+        stacked("overlapped", 7000.0), stacked("overlapped", 7100.0, **copied), stacked("joint", 7455.0, **copied),
+    ]  # fmt: skip
+    assert main([write(tmp_path / "a.jsonl", rows)]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("replicas: ")]
+    shape = "T,H,I,E,K=64,32,48,8,2, skew"
+    together = f"stack fwd all2all, {shape} 1.70, M = 2 joint, S = 2"
+    assert lines == [
+        f"replicas: stage fwd all2all torch, {shape} 1.70, S = 2: weight_sync alone 99.0 us (91% of the link's rate), "
+        "exposed 12.3 us: the layer's time with it less that without it",
+        f"replicas: layer fwd+bwd all2all torch, {shape} 1.71, S = 2: 1.04 times the even layer's 1000 us, 1.70 "
+        "without; 96 % of its speed",
+        f"replicas: stack fwd all2all, {shape} 1.70, M = 2 overlapped, S = 2: 1.01 times the even stack's 7000 us; 99 % "
+        "of its speed",
+        f"replicas: {together}: 1.06 times the even stack's 7000 us; 94 % of its speed",
+        f"replicas: {together}: 1.050 times the 7100 us with a placement for each micro-batch",
+    ]
 
 
 def test_a_slower_stack_is_a_regression_of_its_own_variant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
