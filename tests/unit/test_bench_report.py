@@ -158,7 +158,7 @@ def test_copies_of_experts_are_held_against_the_even_layer_and_against_each_othe
     rows = [
         row("all2all", 1000.0, **layer), row("all2all", 1700.0, **layer, skew=1.7),
         row("all2all", 1040.0, **layer | copied | {"skew_realised": 1.71}),
-        row("all2all", 99.0, stage="weight_sync", form=None, floor_us=90.0, exposed_us=12.34, experts="torch", **copied),
+        row("all2all", 99.0, stage="weight_sync", form=None, floor_us=90.0, exposed_us=12.34, **copied),
         stacked("overlapped", 7000.0), stacked("overlapped", 7100.0, **copied), stacked("joint", 7455.0, **copied),
     ]  # fmt: skip
     assert main([write(tmp_path / "a.jsonl", rows)]) == 0
@@ -166,12 +166,12 @@ def test_copies_of_experts_are_held_against_the_even_layer_and_against_each_othe
     shape = "T,H,I,E,K=64,32,48,8,2, skew"
     together = f"stack fwd all2all, {shape} 1.70, M = 2 joint, S = 2"
     assert lines == [
-        f"replicas: stage fwd all2all torch, {shape} 1.70, S = 2: weight_sync alone 99.0 us (91% of the link's rate), "
+        f"replicas: stage fwd all2all, {shape} 1.70, S = 2: weight_sync alone 99.0 us (91% of the link's rate), "
         "exposed 12.3 us: the layer's time with it less that without it",
         f"replicas: layer fwd+bwd all2all torch, {shape} 1.71, S = 2: 1.04 times the even layer's 1000 us, 1.70 "
         "without; 96 % of its speed",
-        f"replicas: stack fwd all2all, {shape} 1.70, M = 2 overlapped, S = 2: 1.01 times the even stack's 7000 us; 99 % "
-        "of its speed",
+        f"replicas: stack fwd all2all, {shape} 1.70, M = 2 overlapped, S = 2: 1.01 times the even stack's 7000 us; 99 "
+        "% of its speed",
         f"replicas: {together}: 1.06 times the even stack's 7000 us; 94 % of its speed",
         f"replicas: {together}: 1.050 times the 7100 us with a placement for each micro-batch",
     ]
