@@ -22,9 +22,11 @@ from ..permute import ExpertInput, SortedRoutes, gather_rows, sort_routes, sum_r
 from ..routing import NO_ROUTE, Routing
 from .base import Dispatcher
 from .capabilities import Capabilities
+from .collectives import all_gather
 from .registry import register_dispatcher
+from .row_transfers import AllToAllRows, GatherRows
 from .ticket import Ticket
-from .transfer import AllToAllRows, Flight, GatherRows, all_gather, finish, start
+from .transfer import Flight, finish, start
 from .twin import collective_sms_reasons
 
 

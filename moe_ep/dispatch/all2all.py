@@ -16,9 +16,11 @@ from ..permute import ExpertInput, SortedRoutes, gather_routes, gather_rows, reg
 from ..routing import Routing
 from .base import Dispatcher
 from .capabilities import Capabilities
+from .collectives import all_to_all
 from .registry import register_dispatcher
+from .row_transfers import AllToAllRows
 from .ticket import Ticket
-from .transfer import AllToAllRows, Flight, all_to_all, finish, start
+from .transfer import Flight, finish, start
 from .twin import collective_sms_reasons
 
 

@@ -20,6 +20,7 @@ from ..routing import NO_ROUTE, Routing
 from . import deepep_library as found
 from .base import Dispatcher
 from .capabilities import Capabilities
+from .collectives import all_gather
 from .deepep_library import settings
 from .deepep_link import Link
 from .deepep_transfer import CombineTransfer, DispatchTransfer
@@ -29,7 +30,7 @@ from .preflight import preflight
 from .received_rows import grouped_input, sum_routes, unique_input
 from .registry import register_dispatcher
 from .ticket import Ticket
-from .transfer import Flight, all_gather, finish, start
+from .transfer import Flight, finish, start
 from .watchdog import Watchdog, group_timeout_s
 
 NOTES = (

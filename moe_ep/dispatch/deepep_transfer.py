@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..errors import MoEError, lost_peer
+from .collectives import Tensors
 from .deepep_link import Link, Received
-from .transfer import Tensors
 from .watchdog import Watchdog
 
 

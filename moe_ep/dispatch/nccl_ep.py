@@ -17,6 +17,7 @@ from ..permute import ExpertInput
 from ..routing import NO_ROUTE, Routing
 from .base import Dispatcher
 from .capabilities import Capabilities
+from .collectives import all_gather
 from .nccl_ep_engine import Engine
 from .nccl_ep_high_throughput import HighThroughput
 from .nccl_ep_library import found_versions, library, library_reasons, make_communicator
@@ -25,7 +26,6 @@ from .nccl_ep_sizes import CAPABILITIES, Sizes, make_sizes, option_reasons, read
 from .preflight import preflight
 from .registry import register_dispatcher
 from .ticket import Ticket
-from .transfer import all_gather
 from .watchdog import Watchdog, group_timeout_s
 
 

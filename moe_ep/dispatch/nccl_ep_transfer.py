@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .collectives import Tensors
 from .nccl_ep_engine import Engine, Lease
-from .transfer import Tensors
 
 ALIGNMENT = 16  # bytes
 

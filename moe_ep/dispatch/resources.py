@@ -21,8 +21,9 @@ from ..order import Order, open_order
 from ..routing import Routing
 from ..streams import CommStream, comm_stream
 from .capabilities import Capabilities, group_serves, row_capacity
+from .collectives import start_call
 from .ticket import Stage, Ticket
-from .transfer import pack, start_call
+from .transfer import pack
 from .twin import back_ends_of, open_twin
 from .waits import LAUNCH_AFTER_PACK
 

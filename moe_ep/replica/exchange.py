@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..alarm import Alarm
-from ..dispatch.transfer import all_gather
+from ..dispatch.collectives import all_gather
 from ..dispatch.twin import open_twin
 from ..errors import PeerError, PlanError
 from ..faults import NUM_WORDS, Fault, place_of, raise_faults, routing_status

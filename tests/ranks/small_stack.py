@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe_ep import DominoLayer, DominoStack, MoEAux, MoEConfig, MoELayer
-from moe_ep.dispatch import transfer
+from moe_ep.dispatch import collectives
 from moe_ep.dispatch.transfer import Flight
 
 H = 16
@@ -164,8 +164,8 @@ def slow_collectives(delay_s: float, counts_delay_s: float | None = None) -> Ite
         return start
 
     with (
-        mock.patch.object(transfer, "_all_to_all_single", slow(transfer._all_to_all_single)),
-        mock.patch.object(transfer, "_all_gather_single", slow(transfer._all_gather_single)),
+        mock.patch.object(collectives, "_all_to_all_single", slow(collectives._all_to_all_single)),
+        mock.patch.object(collectives, "_all_gather_single", slow(collectives._all_gather_single)),
     ):
         yield works
     for thread in threads.values():

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_ep.dispatch import Ticket, register_dispatcher, transfer
+from moe_ep.dispatch import Ticket, collectives, register_dispatcher
 from moe_ep.dispatch.all2all import All2All
 from moe_ep.permute import ExpertInput
 from moe_ep.replica.transport import GroupTransport
@@ -215,7 +215,7 @@ def count_transfers(group: dist.ProcessGroup, rank: int) -> dict[str, tuple[int,
     place = Place(device=torch.device("cpu"), group=group, rank=rank, num_ranks=group.size())
     setting = make_setting(make_workload(SMALL, 2, 1.0, 0), place, torch.float32, 2)
     stack = BenchStack(setting, 2, "torch", None, 3)
-    real, found = transfer._all_to_all_single, dict[str, tuple[int, int]]()
+    real, found = collectives._all_to_all_single, dict[str, tuple[int, int]]()
     calls: list[bool] = []
 
     def noting(out: Tensor, *args: Any, **options: Any) -> Any:
@@ -228,7 +228,7 @@ def count_transfers(group: dist.ProcessGroup, rank: int) -> dict[str, tuple[int,
         )
         for variant in ("split", "overlapped", "compute", "communication")
     ]
-    with mock.patch.object(transfer, "_all_to_all_single", noting):
+    with mock.patch.object(collectives, "_all_to_all_single", noting):
         for case in cases:
             calls.clear()
             case.run(0, Untimed())

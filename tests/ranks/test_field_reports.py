@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from moe_ep import InputError, MoEConfig, MoELayer, PeerError
 from moe_ep.consistency import check_copies
-from moe_ep.dispatch.transfer import AllToAllRows, Flight, finish, pack, start
+from moe_ep.dispatch.row_transfers import AllToAllRows
+from moe_ep.dispatch.transfer import Flight, finish, pack, start
 from moe_ep.gradients import global_norm
 from moe_ep.recompute import recompute_context_fn
 from moe_ep.streams import comm_stream

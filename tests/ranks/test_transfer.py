@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_ep.dispatch.transfer import AllToAllRows, Flight, GatherRows, finish, pack, start
+from moe_ep.dispatch.row_transfers import AllToAllRows, GatherRows
+from moe_ep.dispatch.transfer import Flight, finish, pack, start
 from moe_ep.errors import PeerError, ProtocolError
 from moe_ep.in_flight import InFlight
 from moe_ep.streams import comm_stream

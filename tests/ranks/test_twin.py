@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from moe_ep import DispatchConfig, Routing, build_dispatcher, close_dispatchers, streams
 from moe_ep.dispatch import twin
-from moe_ep.dispatch.transfer import all_gather
+from moe_ep.dispatch.collectives import all_gather
 from moe_ep.dispatch.twin import close_twins, open_twin
 from moe_ep.testing.ranks import RankPool
 

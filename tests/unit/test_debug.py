@@ -13,7 +13,7 @@ import torch
 
 from moe_ep import DispatchConfig, RecipeError, build_dispatcher, race
 from moe_ep.debug import Debug, debug
-from moe_ep.dispatch.transfer import all_gather, all_to_all
+from moe_ep.dispatch.collectives import all_gather, all_to_all
 from moe_ep.race import Race, race_of
 
 CONFIG = DispatchConfig(name="all2all", num_experts=4, top_k=2, hidden_size=8)
