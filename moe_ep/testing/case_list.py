@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from .cases import Case
@@ -167,3 +168,19 @@ _GROUPED = [
     *_grouped("grouped-static-rows-non-finite", driver="fault", argument="non_finite"),
 ]
 CASES: tuple[Case, ...] = (*_ROUTING, *_VALUES, *_TICKETS, *_FAULTS, *_GROUPED, *_CONFIG)
+
+
+def _on_eight(case: Case) -> Case:
+    """A case of four ranks on eight: twice the tokens; twice the experts where one rank's are else too few, or odd."""
+    few = case.num_experts % 8 or (case.routing == "last_rank" and case.num_experts // 8 < case.top_k)
+    experts = 2 * case.num_experts if few else case.num_experts
+    config = tuple((key, 8 if key == "num_groups" else value) for key, value in case.config)
+    top_k = 8 if case.routing == "grouped" else case.top_k
+    return replace(
+        case, name=case.name.replace("/R4", "/R8"), num_ranks=8, num_experts=experts, top_k=top_k, config=config,
+        tokens=case.tokens + case.tokens[::-1],
+    )  # fmt: skip
+
+
+# What four ranks are held to, for hosts with eight GPUs; tables have no rows of it: it runs where four ranks run.
+EIGHT: tuple[Case, ...] = tuple(_on_eight(case) for case in CASES if case.num_ranks == 4 and case not in _CONFIG)

@@ -33,13 +33,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .bench import Report
-from .case_list import CASES
+from .case_list import CASES, EIGHT
 from .cases import Case, fitted
 from .drivers import run_case
 from .judge import judge
 from .ranks import RankPool
 
-__all__ = ["CASES", "Case", "check", "find_problems", "fitted"]
+__all__ = ["CASES", "EIGHT", "Case", "check", "find_problems", "fitted"]
 
 CASE_TIMEOUT_S = 60.0
 
