@@ -16,7 +16,22 @@ _SAME = (
 
 def replica_lines(rows: Sequence[Row]) -> list[str]:
     """What is said about copies in rows of one run."""
-    return [*replica_stage_lines(rows), *speed_lines(rows)]
+    return [*sync_lines(rows), *replica_stage_lines(rows), *speed_lines(rows)]
+
+
+def sync_lines(rows: Sequence[Row]) -> list[str]:
+    """A line for each push or pull of weights or gradients by itself, beside plain copies of as many bytes."""
+    lines = []
+    for row in rows:
+        if row["level"] != "kernel" or not str(row["api"]).startswith("replica ") or row["status"] != "ok":
+            continue
+        share = "" if row["ratio"] is None else f", {1 / row['ratio']:.0%} of the copy's rate"
+        lines.append(
+            f"{row['api']}: S = {row['S']}, H = {row['shape']['H']}, I = {row['shape']['I']}: {row['dispatcher']} "
+            f"{row['us_p50']:.1f} us (p10 {row['us_p10']:.1f}, p90 {row['us_p90']:.1f}), {row['algbw']:.0f} GB/s"
+            f"{share}{'  WRONG' if row['wrong'] else ''}"
+        )
+    return lines
 
 
 def speed_lines(rows: Sequence[Row]) -> list[str]:

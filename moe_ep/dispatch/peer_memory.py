@@ -88,6 +88,12 @@ class PeerMemory:
         assert self._block is not None, "a part of a closed block"
         return self._block[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
+    def part_of(self, rank: int, at: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The same part of another rank's block, mapped here."""
+        assert self._handle is not None and at % dtype.itemsize == 0, "other ranks, and a place of whole elements"
+        found: Tensor = self._handle.get_buffer(rank, shape, dtype, at // dtype.itemsize)
+        return found
+
     def close(self) -> None:
         """Let go of this rank's block and of the mappings. Nothing may run on them any more."""
         self._words, self._block, self._handle = [], None, None
