@@ -1,36 +1,23 @@
-"""Typed configuration and its validation. Plain values only: nothing here runs or allocates.
+"""Typed configuration. Plain values only: nothing here runs or allocates.
 
-`from_mapping` turns a table (of a TOML file or keyword arguments) into one of these dataclasses and refuses unknown
-keys, wrong types and values outside a closed choice, naming what would be valid. Recipes use it for their own sections.
+Each of these dataclasses checks itself (`config_checks`), against its own annotations too (`schema`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import types
-import typing
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal, TypeVar
+from collections.abc import Mapping
+from typing import Any, Literal
 
-from .bounds import NOT_NEGATIVE, POSITIVE, Range, check_ranges
-from .errors import RecipeError
+from .config_checks import check_moe, sorted_options
+from .schema import check_types, from_mapping, require
 
 RouterName = Literal["softmax", "sigmoid", "grouped"]
 Weighting = Literal["output", "activation"]
 AuxLevel = Literal["batch", "sequence", "none"]
 Kernels = Literal["auto", "cuda", "torch"]
-MAX_MICRO_BATCHES = 63  # interleaved; ranks compare the number in six bits
 ReplicaPlanner = Literal["quota", "fixed_rows"]
 ReplicaTransport = Literal["auto", "peer", "messages"]
-DTYPES = ("float32", "bfloat16", "float16", "float64")
-C = TypeVar("C")
-_RANGES = {
-    **dict.fromkeys(("num_shared_experts", "aux_loss_coef", "z_loss_coef", "bias_update_rate"), NOT_NEGATIVE),
-    "init_std": NOT_NEGATIVE,
-    "routed_scale": POSITIVE,
-    "capacity_factor": Range(at_least=1, why="(rows are never dropped)"),
-}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,190 +181,3 @@ class MoEConfig:
             num_micro_batches=self.num_micro_batches,
             options=self.options,
         )
-
-
-def sorted_options(options: Any) -> tuple[tuple[str, Any], ...]:
-    """Back-end keys as sorted pairs, so that equal ones are equal and can be compared between ranks.
-
-    Raises:
-        RecipeError: neither a dict nor pairs, a key that is no text or comes twice, a value that cannot be compared.
-    """
-    given = list(options.items()) if isinstance(options, Mapping) else options
-    pairs = isinstance(given, list | tuple) and all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in given)
-    require(pairs, f"options = {options!r} must be a dict, such as {{'expand': True}}, or (key, value) pairs")
-    for key, _ in given:
-        require(isinstance(key, str), f"options: key {key!r} must be str, got {type(key).__name__}")
-        require([k for k, _ in given].count(key) == 1, f"options: key {key!r} comes twice; give it one value")
-    values = {key: tuple(value) if isinstance(value, list) else value for key, value in given}
-    for key, value in values.items():
-        require(
-            value is None or isinstance(value, bool | int | float | str | tuple),
-            f"options: {key} = {value!r} must be a plain value, got {type(value).__name__}",
-        )
-    return tuple((key, values[key]) for key in sorted(values))
-
-
-def check_types(config: Any) -> None:
-    """Hold every field of a dataclass against its annotation, as `from_mapping` does for a table.
-
-    Raises:
-        RecipeError: wrong type, or a value outside a Literal.
-    """
-    hints = typing.get_type_hints(type(config))
-    for field in dataclasses.fields(config):
-        coerce(getattr(config, field.name), hints[field.name], field.name)
-
-
-def check_num_micro_batches(number: int) -> None:
-    """Refuse more than ranks compare; beyond that, one that interleaves another number would be waited for.
-
-    Raises:
-        RecipeError: value, limit and way out.
-    """
-    require(
-        number <= MAX_MICRO_BATCHES,
-        f"{number} micro-batches are more than the {MAX_MICRO_BATCHES} that can be interleaved; pass fewer at once "
-        "(num_micro_batches, train.intra_layer_micro_batch of a recipe) and accumulate gradients over several passes",
-    )
-
-
-def check_moe(config: MoEConfig) -> None:
-    """Refuse what no machine and no group could run.
-
-    Raises:
-        RecipeError: one sentence with key, value and what would be valid.
-    """
-    for name in ("hidden_size", "expert_intermediate_size", "num_experts", "top_k", "num_micro_batches"):
-        require(getattr(config, name) >= 1, f"{name} must be at least 1, got {getattr(config, name)}")
-    check_num_micro_batches(config.num_micro_batches)
-    require(config.dtype in DTYPES, f"dtype {config.dtype!r} is not one of {', '.join(DTYPES)}")
-    require(
-        config.top_k <= config.num_experts,
-        f"top_k = {config.top_k} is larger than num_experts = {config.num_experts}; choose top_k <= num_experts",
-    )
-    for name in ("max_tokens", "num_sms"):
-        value = getattr(config, name)
-        require(value is None or value >= 1, f"{name} must be at least 1, got {value}; or leave it unset")
-    check_ranges(config, _RANGES)
-    require(
-        config.num_shared_experts == 0 or config.shared_intermediate_size >= 1,
-        f"num_shared_experts = {config.num_shared_experts} needs shared_intermediate_size >= 1, "
-        f"got {config.shared_intermediate_size}",
-    )
-    require(
-        config.num_shared_experts > 0 or config.shared_intermediate_size == 0,
-        f"shared_intermediate_size = {config.shared_intermediate_size} needs num_shared_experts >= 1, got 0",
-    )
-    require(
-        not config.shared_expert_gate or config.num_shared_experts > 0,
-        "shared_expert_gate = true needs num_shared_experts >= 1, got 0",
-    )
-    require(
-        config.aux_loss_coef == 0 or config.aux_loss != "none",
-        f"aux_loss_coef = {config.aux_loss_coef} needs aux_loss = 'batch' or 'sequence', got 'none'; "
-        "name a level or set the coefficient to 0",
-    )
-    require(
-        config.bias_update_rate == 0 or config.router == "sigmoid",
-        f"bias_update_rate = {config.bias_update_rate} works with router = 'sigmoid', got {config.router!r}; "
-        "set it to 0 or change the router",
-    )
-    _check_groups(config)
-
-
-def _check_groups(config: MoEConfig) -> None:
-    groups = config.num_groups
-    if config.router != "grouped":
-        require(groups == 0, f"num_groups = {groups} works with router = 'grouped', got {config.router!r}")
-        return
-    require(groups >= 1, f"router = 'grouped' needs num_groups >= 1, got {groups}")
-    require(
-        config.num_experts % groups == 0 and config.top_k % groups == 0,
-        f"num_groups = {groups} must divide num_experts = {config.num_experts} and top_k = {config.top_k}",
-    )
-    require(
-        config.top_k // groups <= config.num_experts // groups,
-        f"top_k / num_groups = {config.top_k // groups} is larger than the group's "
-        f"{config.num_experts // groups} experts",
-    )
-
-
-def require(condition: bool, message: str) -> None:
-    """Raise RecipeError(message) unless the condition holds."""
-    if not condition:
-        raise RecipeError(message)
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """A sentence that lists the known names, with the nearest one first where one is near."""
-    names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    return f"{hint}known: {', '.join(names) or 'none'}"
-
-
-def from_mapping(cls: type[C], table: Mapping[str, Any], where: str) -> C:
-    """Build the dataclass `cls` from a table, strictly.
-
-    Args:
-        cls: a dataclass whose fields are str, int, float, bool, tuple, Literal, or any of them | None.
-        table: keys and values as TOML gives them. An int is accepted for a float, never the other way round.
-        where: what a message starts with, such as "recipes/tiny.toml [moe]".
-
-    Raises:
-        RecipeError: unknown key (with the nearest known one), missing key, wrong type, value outside a Literal.
-    """
-    hints = typing.get_type_hints(cls)
-    fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
-    for key in table:
-        require(key in fields, f"{where}: unknown key {key!r}; {nearest(key, fields)}")
-    for name, field in fields.items():
-        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        require(not required or name in table, f"{where}: key {name!r} is missing; it has no default")
-    values = {key: coerce(value, hints[key], f"{where}.{key}") for key, value in table.items()}
-    try:
-        return cls(**values)
-    except RecipeError as err:
-        raise RecipeError(f"{where}: {err}") from err
-
-
-def coerce(value: Any, hint: Any, where: str) -> Any:
-    """Check one value against a type hint; RecipeError with value and what would be valid."""
-    origin = typing.get_origin(hint)
-    if origin is Literal:
-        choices = typing.get_args(hint)
-        require(value in choices, f"{where} = {value!r} is not one of {', '.join(map(repr, choices))}")
-        return value
-    if origin in (typing.Union, types.UnionType):
-        options = [h for h in typing.get_args(hint) if h is not type(None)]
-        if value is None and type(None) in typing.get_args(hint):
-            return None
-        return _coerce_any(value, options, where)
-    if origin is tuple:
-        require(isinstance(value, list | tuple), f"{where} = {value!r} must be a list")
-        return tuple(value)
-    if type(value) is int:
-        require(-(2**63) <= value < 2**63, f"{where} = {value} does not fit into 64 bits")
-        value = float(value) if hint is float else value
-    if hint is Any or (isinstance(value, hint) and not (isinstance(value, bool) and hint is not bool)):
-        return value
-    raise RecipeError(f"{where} = {value!r} must be {hint.__name__}, got {type(value).__name__}{_way_out(value, hint)}")
-
-
-def _way_out(value: Any, hint: Any) -> str:
-    """What to write in place of a value of a type that PyTorch users often try; empty where the type says it."""
-    if dataclasses.is_dataclass(hint):
-        return f"; give a dict of its fields: {', '.join(f.name for f in dataclasses.fields(hint))}"
-    if hint is str and type(value).__module__ == "torch" and str(value).startswith("torch."):
-        return f"; write its name, {str(value).removeprefix('torch.')!r}"
-    return ""
-
-
-def _coerce_any(value: Any, options: list[Any], where: str) -> Any:
-    errors = []
-    for hint in options:
-        try:
-            return coerce(value, hint, where)
-        except RecipeError as err:
-            errors.append(str(err))
-    raise RecipeError("; or ".join(errors))

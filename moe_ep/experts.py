@@ -17,12 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .autocast import no_autocast
-from .config import MoEConfig, nearest, require
+from .config import MoEConfig
 from .eager import eager
 from .errors import InputError, RecipeError, Unavailable
 from .grouped_mlp import grouped_swiglu
 from .initial import SHARED_EXPERT_ID, generator_for, normal_
 from .permute import ExpertInput, split_input
+from .schema import nearest, require
 from .sms import grouped_mm_refusal, leave_free, num_sms
 
 Weights = tuple[Tensor, Tensor]  # w_gate_up [L, 2I, H], w_down [L, H, I]

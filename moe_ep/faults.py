@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .config import MAX_MICRO_BATCHES
+from .config_checks import MAX_MICRO_BATCHES
 from .errors import CapacityError, InputError, MoEError, NonFiniteError, PeerError, PlanError, ProtocolError, lost_peer
 from .ops import routes_module
 from .peers import mark_everywhere, mark_out_of_step, mark_reported

@@ -14,12 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .autocast import no_autocast
-from .config import MoEConfig, nearest, require
+from .config import MoEConfig
 from .errors import InputError, RecipeError
 from .initial import SHARED_EXPERT_ID, generator_for, normal_
 from .losses import RouterAux, balance_loss, router_aux, sequence_length, z_loss
 from .recompute import choose_experts, even_experts, replayed
 from .routing import Routing
+from .schema import nearest, require
 from .scoring import SMALLEST_SUM, by_kernels, mask_logits, weigh_routes
 
 ROUTER_ID = SHARED_EXPERT_ID - 1  # stands for a layer's router where its initial values are drawn

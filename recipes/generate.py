@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_ep.config import require
+from moe_ep.schema import require
 
 from .data import END_OF_DOCUMENT, VOCAB_SIZE, decode
 from .model import Decoder

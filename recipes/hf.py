@@ -19,8 +19,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from moe_ep.config import MoEConfig, require
+from moe_ep.config import MoEConfig
 from moe_ep.errors import CheckpointError
+from moe_ep.schema import require
 
 from .hf_config import INDEX, SINGLE, config_to_hf, read_hf_config
 from .hf_layout import FUSED, expected_names, expert_place, fused_place, named_tensors, tied_names

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
-from moe_ep.config import require
+from moe_ep.schema import require
 from recipes.recipe import SECTIONS, Recipe, check_sections_known, override, read_tables, recipe_of, section_of
 from recipes.sections import CheckpointSection
 

@@ -20,10 +20,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moe_ep.bounds import POSITIVE, Range, check_ranges
-from moe_ep.config import DTYPES, MoEConfig, require
+from moe_ep.config import MoEConfig
+from moe_ep.config_checks import DTYPES
 from moe_ep.domino import DominoLayer, launch
 from moe_ep.flights import MoEAux
 from moe_ep.layer import MoELayer
+from moe_ep.schema import require
 from moe_ep.step import moe_layers
 
 from .attention import Attention, Rotary

@@ -16,9 +16,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from moe_ep.config import coerce, nearest, require
 from moe_ep.dispatch import known_dispatchers
 from moe_ep.errors import RecipeError
+from moe_ep.schema import coerce, nearest, require
 
 Options = tuple[tuple[str, Any], ...]
 

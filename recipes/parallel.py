@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from moe_ep.config import require
+from moe_ep.schema import require
 from recipes.ranks import Ranks
 
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from moe_ep.config import require
 from moe_ep.errors import MoEError, PeerError, RecipeError
+from moe_ep.schema import require
 
 _CIRCUMSTANCES = (OSError, ValueError, RuntimeError, MemoryError)
 

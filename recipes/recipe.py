@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moe_ep.config import MoEConfig, ReplicaConfig, from_mapping, nearest, require
+from moe_ep.config import MoEConfig, ReplicaConfig
 from moe_ep.dispatch import known_dispatchers
 from moe_ep.errors import RecipeError
 from moe_ep.experts import known_experts
+from moe_ep.schema import from_mapping, nearest, require
 from recipes.data import VOCAB_SIZE
 from recipes.model import ModelConfig
 from recipes.options import Options, options_to_toml, take_options, toml_text

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moe_ep.bounds import NOT_NEGATIVE, POSITIVE, Range, check_ranges
-from moe_ep.config import MAX_MICRO_BATCHES, AuxLevel, Kernels, RouterName, Weighting, require
+from moe_ep.config import AuxLevel, Kernels, RouterName, Weighting
+from moe_ep.config_checks import MAX_MICRO_BATCHES
+from moe_ep.schema import require
 
 _NAME_BYTES = 200  # file systems allow 255, and an earlier run of the name gets a suffix
 

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from moe_ep import doctor
-from moe_ep.config import require
 from moe_ep.dispatch import close_dispatchers
+from moe_ep.schema import require
 from moe_ep.tracing import step_range
 from recipes import plots
 from recipes.build import build, make_way, resume

@@ -11,9 +11,10 @@ import typing
 from dataclasses import dataclass
 from typing import Any
 
-from moe_ep.config import DispatchConfig, coerce, nearest, require
+from moe_ep.config import DispatchConfig
 from moe_ep.dispatch.registry import find_dispatcher
 from moe_ep.errors import RecipeError, Unavailable
+from moe_ep.schema import coerce, nearest, require
 
 FIELDS = ("capacity_factor", "kernels", "num_sms")
 

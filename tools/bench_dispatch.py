@@ -33,10 +33,11 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this folder is no installed package
 
-from moe_ep.config import DTYPES, require
+from moe_ep.config_checks import DTYPES
 from moe_ep.dispatch import close_dispatchers
 from moe_ep.errors import MoEError, RecipeError
 from moe_ep.peers import is_lost_peer
+from moe_ep.schema import require
 from recipes.lost_peer import absent
 from recipes.ranks import ALONE, Launch
 from recipes.report import report, say_agreed, say_once

@@ -11,8 +11,10 @@ from typing import Any, TypeVar
 import torch
 
 from moe_ep.bounds import POSITIVE
-from moe_ep.config import DTYPES, Kernels, nearest, require
+from moe_ep.config import Kernels
+from moe_ep.config_checks import DTYPES
 from moe_ep.errors import RecipeError
+from moe_ep.schema import nearest, require
 
 from .bench_candidates import Candidate, parse_candidate
 from .bench_case import BOTH, FWD

@@ -21,11 +21,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this folder is n
 
 import torch
 
-from moe_ep.config import require
 from moe_ep.errors import MoEError
 from moe_ep.faults import FaultRecord
 from moe_ep.replica.peer_transport import PeerTransport
 from moe_ep.replica.transport import GroupTransport
+from moe_ep.schema import require
 from recipes.ranks import ALONE, Launch
 from recipes.report import report
 from tools.bench_dispatch import join, leave

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from moe_ep.config import MoEConfig, ReplicaConfig, require
+from moe_ep.config import MoEConfig, ReplicaConfig
 from moe_ep.dispatch import Dispatcher, build_dispatcher
 from moe_ep.domino import DominoLayer, DominoStack
 from moe_ep.errors import RecipeError
@@ -21,6 +21,7 @@ from moe_ep.experts import find_experts
 from moe_ep.layer import MoELayer
 from moe_ep.replica.build import build_runtime, check_replicas
 from moe_ep.replica.runtime import ReplicaRuntime
+from moe_ep.schema import require
 from recipes.attention import Attention, Rotary
 
 from .bench_candidates import Candidate

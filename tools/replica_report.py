@@ -33,11 +33,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this folder is n
 import torch
 from torch import Tensor
 
-from moe_ep.config import nearest, require
 from moe_ep.errors import MoEError
 from moe_ep.load import expert_load, imbalance
 from moe_ep.replica.checks import check_slots
 from moe_ep.replica.planners import lower_bound
+from moe_ep.schema import nearest, require
 from recipes.routing_trace import Step, TraceHeader, read_steps
 from tools.replica_policies import POLICIES, Policy, Setting, build_policy, destinations
 from tools.synthetic_traces import is_synthetic, parse, steps_of

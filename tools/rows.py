@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from moe_ep.config import require
 from moe_ep.machine import machine
+from moe_ep.schema import require
 
 ROOT = Path(__file__).resolve().parents[1]
 MACHINE_FIELDS = (

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_ep.config import nearest, require
 from moe_ep.load import expert_load, imbalance, rank_load
 from moe_ep.routing import Routing
+from moe_ep.schema import nearest, require
 
 HOT_RANK = 0
 _MAX_SOURCES = 4  # ranks whose tokens the bisection looks at; the realised skew is counted over all of them

@@ -14,8 +14,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from moe_ep.config import from_mapping, require
 from moe_ep.load import expert_load, imbalance, rank_load
+from moe_ep.schema import from_mapping, require
 from recipes.routing_trace import Step, TraceHeader
 
 Kind = Literal["zipf", "drifting", "bursty"]

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..config import DispatchConfig, check_num_micro_batches
+from ..config import DispatchConfig
+from ..config_checks import check_num_micro_batches
 from ..eager import eager
 from ..errors import InputError, MoEError, PeerError, ProtocolError, RecipeError
 from ..faults import Fault

@@ -17,11 +17,12 @@ import torch
 import torch.distributed as dist
 
 from ..alarm import close_alarm
-from ..config import DispatchConfig, nearest
+from ..config import DispatchConfig
 from ..debug import debug
 from ..errors import MoEError, RecipeError, Unavailable
 from ..ops import kernel_reasons
 from ..order import close_order
+from ..schema import nearest
 from ..streams import forget_streams
 from .agreement import agree, check_group
 from .base import Dispatcher

@@ -7,8 +7,8 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from ..config import nearest
 from ..errors import RecipeError, Unavailable
+from ..schema import nearest
 
 TRIED = ("0.16.1", "0.19.2")
 # selective recompute of these holds several micro-batches; others keep one state per layer until its backward

@@ -12,8 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ep.config import DTYPES, DispatchConfig, MoEConfig, from_mapping, nearest
+from moe_ep.config import DispatchConfig, MoEConfig
+from moe_ep.config_checks import DTYPES
 from moe_ep.errors import RecipeError
+from moe_ep.schema import from_mapping, nearest
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "expert_intermediate_size": 32, "num_experts": 8, "top_k": 2}
 WHERE = "some.toml [moe]"

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moe_ep.config import from_mapping
 from moe_ep.errors import RecipeError
+from moe_ep.schema import from_mapping
 from recipes.attention import Attention, Rotary
 from recipes.data import IGNORE, VOCAB_SIZE
 from recipes.generate import generate

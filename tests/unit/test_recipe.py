@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_ep.config import from_mapping
 from moe_ep.errors import RecipeError
+from moe_ep.schema import from_mapping
 from recipes.recipe import SECTIONS, check_world, load_recipe, to_toml
 from recipes.sections import TrainSection
 from tests.ranks.small_recipe import write
