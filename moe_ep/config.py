@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from .config_checks import check_moe, sorted_options
-from .schema import check_types, from_mapping, require
+from .schema import check_types, from_mapping, known_keywords, require
 
 RouterName = Literal["softmax", "sigmoid", "grouped"]
 Weighting = Literal["output", "activation"]
@@ -20,6 +20,7 @@ ReplicaPlanner = Literal["quota", "fixed_rows"]
 ReplicaTransport = Literal["auto", "peer", "messages"]
 
 
+@known_keywords
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DispatchConfig:
     """What a dispatcher needs to know; equal on every rank of its group (checked at construction).
@@ -60,6 +61,7 @@ class DispatchConfig:
         check_types(self)
 
 
+@known_keywords
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaConfig:
     """Copies of hot experts, made for each micro-batch anew; see `moe_ep.replica`.
@@ -94,6 +96,7 @@ class ReplicaConfig:
         require(not without, f"{', '.join(without)} would have no effect with slots = 0; set slots, or leave it out")
 
 
+@known_keywords
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MoEConfig:
     """One MoE layer. Every field but the sizes has the default that a recipe's `[moe]` section has.

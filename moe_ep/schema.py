@@ -1,4 +1,4 @@
-"""Dataclasses as schemas: tables held against fields and annotations, strictly.
+"""Dataclasses as schemas: tables and keyword arguments held against fields and annotations, strictly.
 
 Unknown keys, wrong types and values outside a closed choice are refused, and what would be valid is named. The sections
 of a recipe are built here, too.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -41,6 +42,20 @@ def check_keys(given: Iterable[str], known: Iterable[str], where: str) -> None:
     names = set(known)
     for key in given:
         require(key in names, f"{where}: unknown key {key!r}; {nearest(key, names)}")
+
+
+def known_keywords(cls: type[C]) -> type[C]:
+    """Class decorator of a dataclass: an unknown keyword is a RecipeError that names the nearest known one."""
+    init: Any = cls.__init__
+    names = [field.name for field in dataclasses.fields(cls) if field.init]  # type: ignore[arg-type]
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **keywords: Any) -> None:
+        check_keys(keywords, names, cls.__name__)
+        init(self, *args, **keywords)
+
+    cls.__init__ = checked  # type: ignore[method-assign]
+    return cls
 
 
 def from_mapping(cls: type[C], table: Mapping[str, Any], where: str) -> C:

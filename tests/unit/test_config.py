@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ep.config import DispatchConfig, MoEConfig
+from moe_ep.config import DispatchConfig, MoEConfig, ReplicaConfig
 from moe_ep.config_checks import DTYPES
 from moe_ep.errors import RecipeError
 from moe_ep.schema import from_mapping, nearest
@@ -47,6 +47,17 @@ def test_every_field_that_both_have_is_handed_over() -> None:
     assert set(changed) == shared
     part = MoEConfig(**{**SIZES, **changed}).dispatch()
     assert {name: getattr(part, name) for name in shared} == changed
+
+
+def test_an_unknown_keyword_names_the_nearest_known_one() -> None:
+    with pytest.raises(RecipeError, match=r"MoEConfig: unknown key 'dispatchr'; did you mean 'dispatcher'\? known: "):
+        MoEConfig(**SIZES, dispatchr="agrs")
+    with pytest.raises(RecipeError, match=r"DispatchConfig: unknown key 'topk'; did you mean 'top_k'\?"):
+        DispatchConfig(**{"name": "local", "num_experts": 8, "hidden_size": 64, "topk": 2})
+    with pytest.raises(RecipeError, match=r"ReplicaConfig: unknown key 'slot'; did you mean 'slots'\?"):
+        dataclasses.replace(ReplicaConfig(), slot=2)  # type: ignore[call-arg]
+    with pytest.raises(RecipeError, match=r"replica: unknown key 'slot'; did you mean 'slots'\?"):
+        MoEConfig(**SIZES, replica={"slot": 2})
 
 
 REFUSED = [
