@@ -1,6 +1,5 @@
 """moe_ep: expert-parallel dispatch and communication overlap for Mixture-of-Experts pretraining in PyTorch."""
 
-from .alarm import raise_on_all_ranks
 from .config import DispatchConfig, MoEConfig
 from .dispatch import (
     Capabilities,
@@ -34,6 +33,7 @@ from .permute import ExpertInput
 from .recompute import recompute_context_fn, recompute_region
 from .routing import Routing
 from .step import moe_layers, total_aux_loss, update_routers
+from .step_end import raise_on_all_ranks
 
 __version__ = "0.1.0"
 

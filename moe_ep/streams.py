@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .alarm import find_alarm
+from .alarm_registry import find_alarm
 from .errors import lost_peer
 from .in_flight import InFlight as InFlight  # dispatchers of others import it from here
 from .in_flight import Mark, current_stream, hold, waits_made
@@ -83,7 +83,7 @@ class CommStream:
             order.enter(what, "" if self.group is None else self.group.group_desc, keep)
         if alarm is None:
             return self._launch(what, fn, keep, mark)
-        noted = alarm.noted
+        noted = alarm.watched.noted
         flight = self._launch(what, fn, keep, mark)
         alarm.launched(what, self.device, since=noted)
         flight.alarm = alarm

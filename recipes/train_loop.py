@@ -18,13 +18,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moe_ep.alarm import raise_on_all_ranks
 from moe_ep.consistency import copies, differing_copies, listed
 from moe_ep.errors import CheckpointError, NonFiniteError
 from moe_ep.gradients import clip_, global_norm
 from moe_ep.layer import MoELayer
 from moe_ep.router import SigmoidRouter
 from moe_ep.step import moe_layers, total_aux_loss
+from moe_ep.step_end import raise_on_all_ranks
 from recipes import checkpoint
 from recipes.corpus import CorpusInfo
 from recipes.data import Batch, TrainData, ValidData

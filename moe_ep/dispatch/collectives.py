@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllToAllOptions
 
-from ..alarm import alarm_of, find_alarm
+from ..alarm_registry import alarm_of, find_alarm
 from ..calls import Call, Kind
 from ..in_flight import InFlight
 from ..order import order_of
@@ -134,7 +134,7 @@ def start_call(
 def _note(group: dist.ProcessGroup, kind: Kind, tensor: Tensor, send: Sequence[int], recv: Sequence[int]) -> None:
     alarm, device = find_alarm(group) or alarm_of(group, start_call), tensor.device
     row_bytes = tensor.element_size() * math.prod(tensor.shape[1:])
-    alarm.note(group, Call(kind, "cuda" if tensor.is_cuda else "cpu", row_bytes, send, recv), device)
+    alarm.watched.note(group, Call(kind, "cuda" if tensor.is_cuda else "cpu", row_bytes, send, recv), device)
 
 
 def _raw(tensor: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..alarm import launch_unlogged
+from ..alarm_registry import launch_unlogged
 from ..config import DispatchConfig
 from ..faults import Fault, raise_faults
 from ..kernels.direct import Peers, rank_routes

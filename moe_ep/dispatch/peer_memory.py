@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..alarm import find_alarm
+from ..alarm_registry import find_alarm
 from ..errors import Unavailable, lost_peer
 
 

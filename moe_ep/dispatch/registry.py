@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from ..alarm import close_alarm
+from ..alarm_registry import close_alarm
 from ..config import DispatchConfig
 from ..debug import debug
 from ..errors import MoEError, RecipeError, Unavailable

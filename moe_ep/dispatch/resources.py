@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..alarm import Alarm, alarm_of
+from ..alarm import Alarm
+from ..alarm_registry import alarm_of, include
 from ..config import DispatchConfig
 from ..debug import debug
 from ..errors import ProtocolError
@@ -83,9 +84,11 @@ class Resources:
         alarm = alarm_of(self.group, start_call)
         for beside in (self._early_group, self.row_group):
             if beside is not None:
-                alarm.include(beside)
+                include(alarm, beside)
         if back_ends_of(self.group) == {"gloo"}:  # it ends the process where calls that do not belong together meet
-            alarm.meet_in(open_twin(self.group, "steps") or self.group)
+            steps = open_twin(self.group, "steps") or self.group
+            include(alarm, steps)
+            alarm.watched.meet_in(steps)
         return alarm
 
     @property

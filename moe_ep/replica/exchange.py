@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..alarm import Alarm
+from ..alarm_registry import include
 from ..dispatch.collectives import all_gather
 from ..dispatch.twin import open_twin
 from ..errors import PeerError, PlanError
@@ -36,7 +37,7 @@ class Exchange:
         self.group, self.num_experts, self._alarm = group, num_experts, alarm
         self._twin = open_twin(group, "counts")
         if alarm is not None and self._twin is not None:
-            alarm.include(self._twin)
+            include(alarm, self._twin)
 
     def message(self, routing: Routing, layer: int, micro_batch: int, num_micro_batches: int) -> Tensor:
         """Load, fault and place of one micro-batch, int64 [E+3]."""

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..alarm import launch_unlogged
+from ..alarm_registry import launch_unlogged
 from ..errors import InputError, PlanError, lost_peer
 from .plan import Plan
 

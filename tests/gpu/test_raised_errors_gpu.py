@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_ep import DominoStack, PeerError, moe_layers
-from moe_ep.alarm import raise_on_all_ranks
+from moe_ep.step_end import raise_on_all_ranks
 from moe_ep.testing.ranks import RankPool, run_ranks
 from tests.ranks.small_stack import H, inputs, same, small_stack
 from tests.ranks.test_raised_errors import TEXT, Case, all_raise, break_at, cases

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from moe_ep import DominoStack, MoEConfig, MoELayer, PeerError, moe_layers
-from moe_ep.alarm import raise_on_all_ranks
 from moe_ep.recompute import recompute_context_fn
 from moe_ep.settlement import Settlement
+from moe_ep.step_end import raise_on_all_ranks
 from moe_ep.testing.ranks import RankPool, run_ranks
 from tests.ranks.race_runs import host_ahead
 from tests.ranks.small_stack import MOE, H, inputs, loss_of, same, small_stack

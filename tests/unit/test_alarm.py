@@ -51,7 +51,7 @@ def two() -> Iterator[tuple[Alarm, Alarm]]:
         alarms = [Alarm(group, lambda *_: Ended()) for group in groups]
     for alarm, group in zip(alarms, groups, strict=True):
         for _ in range(1 + group.rank()):
-            alarm.note(group, Call("all_gather", "cpu", 1, [1], [1]), torch.device("cpu"))
+            alarm.watched.note(group, Call("all_gather", "cpu", 1, [1], [1]), torch.device("cpu"))
     yield alarms[0], alarms[1]
     for alarm in alarms:
         alarm.close()

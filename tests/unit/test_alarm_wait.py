@@ -19,7 +19,7 @@ def alarm() -> Alarm:
     """Without group and thread."""
     made = Alarm.__new__(Alarm)
     made.given_up, made.told, made.last = None, False, ""
-    made._device = torch.device("cpu")
+    made.watched = mock.Mock(device=torch.device("cpu"))
     return made
 
 
