@@ -29,7 +29,8 @@ from .errors import InputError, RecipeError
 from .flights import MoEAux
 from .layer import MoELayer
 from .pending import Pending
-from .schedule import Kind, Schedule, schedule
+from .schedule import Schedule, schedule
+from .schedule_steps import Kind
 from .step import check_layer_indices, moe_layers
 
 

@@ -19,7 +19,8 @@ from .layer import MoELayer
 from .peers import is_early_stop, is_reported
 from .pending import Pending
 from .replica.lease import Lease
-from .schedule import Kind, Schedule, Step
+from .schedule import Schedule
+from .schedule_steps import Kind, Step
 from .tracing import stage_range
 
 Region = Callable[..., Any]  # region(fn, *tensors) runs fn(*tensors), such as torch.utils.checkpoint.checkpoint

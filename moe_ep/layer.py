@@ -30,7 +30,7 @@ from .replica.build import build_runtime, check_replicas
 from .replica.lease import Lease
 from .router import build_router
 from .routing import Routing
-from .schedule import Link
+from .schedule_steps import Link
 from .tracing import stage_range
 
 

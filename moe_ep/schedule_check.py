@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .schedule import LANE_VALUES, Key, Step, Stream, Value
+from .schedule_steps import LANE_VALUES, Key, Step, Stream, Value
 
 
 def check(steps: Sequence[Step], *other_ranks: Sequence[Step]) -> list[str]:

@@ -24,7 +24,7 @@ from ..order import in_stage, told
 from ..peers import is_out_of_step, is_reported, mark_everywhere, mark_reported
 from ..permute import ExpertInput
 from ..routing import Routing
-from ..schedule import Link
+from ..schedule_steps import Link
 from ..tracing import stage_range
 from .capabilities import capture_refusal, check_input, check_output, is_captured, too_many_tickets
 from .count_checks import check_counts

@@ -15,7 +15,7 @@ from ..load import LayoutStats, layout_stats
 
 if TYPE_CHECKING:
     from ..lanes import Lane
-    from ..schedule import Link
+    from ..schedule_steps import Link
     from .transfer import Packed
 
 

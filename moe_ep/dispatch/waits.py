@@ -6,7 +6,7 @@ import contextlib
 from contextlib import AbstractContextManager
 
 from ..in_flight import making
-from ..schedule import Kind, Link
+from ..schedule_steps import Kind, Link
 from .ticket import Stage, Ticket
 
 LAUNCH_AFTER_PACK = Link(Kind.DISPATCH, Kind.PACK)

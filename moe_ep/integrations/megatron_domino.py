@@ -29,7 +29,7 @@ from ..dispatch.ticket import Ticket
 from ..domino import DominoLayer, launch
 from ..errors import InputError, RecipeError
 from ..layer import MoELayer
-from ..schedule import Link
+from ..schedule_steps import Link
 from .megatron_dispatcher import expert_arguments, routing_of, with_tail
 from .megatron_layer import MegatronMoELayer, expert_output
 from .megatron_limits import DOMINO_LIMITS, refuse, refuse_recompute, scaled_for_pieces

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from moe_ep import DominoStack, domino, race
 from moe_ep.debug import debug
-from moe_ep.schedule import Key, Schedule, Step, schedule, stack
+from moe_ep.schedule import Schedule, schedule, stack
 from moe_ep.schedule_check import check
+from moe_ep.schedule_steps import Key, Step
 from tests.ranks.small_stack import inputs, loss_of
 
 LAYERS = (False, True)  # one layer with experts; a dense one behind, whose schedule resolves

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_ep import CapacityError, DominoStack, NonFiniteError, PeerError, raise_on_all_ranks, recompute_region
-from moe_ep.schedule import Kind, schedule
+from moe_ep.schedule import schedule
+from moe_ep.schedule_steps import Kind
 from moe_ep.testing.ranks import RankPool
 from tests.ranks.race_runs import host_ahead
 from tests.ranks.small_stack import H, inputs, loss_of, same, small_stack

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from moe_ep import DominoStack, Routing, Ticket, moe_layers
 from moe_ep.recompute import recompute_context_fn
-from moe_ep.schedule import Kind, Step, Stream, schedule, stack, transpose
+from moe_ep.schedule import schedule, stack, transpose
+from moe_ep.schedule_steps import Kind, Step, Stream
 from moe_ep.testing.ranks import RankPool
 from tests.ranks.race_runs import host_ahead
 from tests.ranks.small_stack import inputs, loads, loss_of, masks, recorded, same, small_stack

@@ -30,7 +30,8 @@ from moe_ep.dispatch.transfer import Flight
 from moe_ep.domino import DominoLayer, DominoStack, launch
 from moe_ep.domino_executor import Region
 from moe_ep.in_flight import InFlight
-from moe_ep.schedule import Key, Kind, schedule
+from moe_ep.schedule import schedule
+from moe_ep.schedule_steps import Key, Kind
 from moe_ep.testing.ranks import RankPool
 from tests.ranks.race_runs import host_ahead
 from tests.ranks.small_stack import inputs, loss_of, recorded, slow_collectives, small_stack

@@ -31,7 +31,8 @@ from moe_ep.dispatch.row_transfers import AllToAllRows
 from moe_ep.dispatch.transfer import Flight, pack, start
 from moe_ep.order import RING, order_of
 from moe_ep.permute import ExpertInput
-from moe_ep.schedule import Kind, Schedule, schedule
+from moe_ep.schedule import Schedule, schedule
+from moe_ep.schedule_steps import Kind
 from moe_ep.testing.ranks import RankPool
 from tests.ranks.race_runs import host_ahead, run_both_ways
 from tests.ranks.small_stack import inputs, loss_of, small_stack

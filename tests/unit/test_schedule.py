@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from moe_ep.errors import ProtocolError, RecipeError
-from moe_ep.schedule import Key, Kind, Schedule, Step, Stream, Value, schedule, stack, transpose
+from moe_ep.schedule import Schedule, schedule, stack, transpose
 from moe_ep.schedule_check import check
+from moe_ep.schedule_steps import Key, Kind, Step, Stream, Value
 
 SHORT = {
     Kind.RESOLVE: "x", Kind.ATTENTION: "A", Kind.ROUTE: "R", Kind.COUNTS: "c", Kind.PACK: "p", Kind.READ: "r",

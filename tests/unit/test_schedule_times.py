@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from moe_ep.schedule import Key, Kind, Step, Stream, schedule, stack
+from moe_ep.schedule import schedule, stack
+from moe_ep.schedule_steps import Key, Kind, Step, Stream
 
 FAR = (Kind.RESOLVE, Kind.ATTENTION)
 ISSUE_MS = 0.05
