@@ -8,9 +8,9 @@
     y = replicas.bring(combine(y))                 behind what comes home; in backward the weights set off here
 
 Masters belong to the framework. What reaches them in backward is their complete gradient, so that the hooks of FSDP2,
-DDP or Megatron that hang on it see nothing of replicas. As in `dispatch/transfer.py` the reduction is two nodes: the
-one made by `join` launches it when the experts' gradients are there, the one made in the constructor waits, behind
-everything that was made in between (dispatch, router, attention).
+DDP or Megatron that hang on it see nothing of replicas; Megatron's `main_grad` gets it in float32 (`main_grad.py`). As
+in `dispatch/transfer.py` the reduction is two nodes: the one made by `join` launches it when the experts' gradients are
+there, the one made in the constructor waits, behind everything that was made in between (dispatch, router, attention).
 
 In backward the node of `bring` launches the weights once more, that of `again` waits for them (or brings them itself)
 before the experts' own, and the node of `enter` says that they are through with them. Slot tensors are shared by layers
@@ -31,6 +31,7 @@ from ..errors import ProtocolError
 from ..recompute import may_run_again
 from ..tracing import Role, transfer_range
 from .lanes import Phase, SlotLane
+from .main_grad import deliver
 from .plan import Plan
 from .transport import InFlight
 
@@ -240,14 +241,14 @@ class _Wait(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, flight: Flight, *masters: Tensor) -> Tensors:
-        ctx.flight, ctx.dtypes = flight, [m.dtype for m in masters]
+        ctx.flight, ctx.masters = flight, masters
         return tuple(master.view_as(master) for master in masters)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
         # what is handed in is the home's part alone; the answer is what came back
         totals = ctx.flight.wait_grads()
-        return (None, *(total.to(dtype) for total, dtype in zip(totals, ctx.dtypes, strict=True)))
+        return (None, *(deliver(master, total) for master, total in zip(ctx.masters, totals, strict=True)))
 
 
 class _Launch(torch.autograd.Function):
