@@ -24,7 +24,7 @@ from .errors import (
     RecipeError,
     Unavailable,
 )
-from .experts import register_experts
+from .experts_registry import register_experts
 from .flights import MoEAux
 from .gradients import clip_grad_norm_, grad_norm
 from .layer import MoELayer

@@ -5,7 +5,8 @@
 
 Each function does it in plain torch, which rounds after every step, or with `kernels` in one kernel of
 `moe_ep.kernels`, which computes in float32 and rounds once. `ends` is int32 [L]; rows from ends[L-1] on are the tail,
-which may hold anything: torch works through it, the kernels leave it alone.
+which may hold anything: torch works through it, the kernels leave it alone. `swiglu` and `scaled` are what autograd
+differentiates by itself.
 """
 
 from __future__ import annotations
@@ -15,6 +16,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .ops import swiglu_module
+
+
+def swiglu(h: Tensor) -> Tensor:
+    """[N, I] of h [N, 2I], the gate half first."""
+    gate, up = h.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def scaled(rows: Tensor, weights_N: Tensor) -> Tensor:
+    """Rows times their weights, multiplied in at least float32 and rounded once."""
+    return (rows * weights_N.unsqueeze(-1)).to(rows.dtype)
 
 
 def activate(h: Tensor, weights_N: Tensor | None, ends: Tensor, *, kernels: bool) -> Tensor:

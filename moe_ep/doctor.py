@@ -13,7 +13,7 @@ from .config import DispatchConfig, MoEConfig
 from .dispatch import Capabilities, Dispatcher, find_dispatcher, known_dispatchers
 from .dispatch.capabilities import capability_reasons
 from .errors import MoEError
-from .experts import find_experts, known_experts
+from .experts_registry import find_experts, known_experts
 from .machine import machine, num_gpus
 from .routing import Routing
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .activation import scaled, swiglu
 from .config import MoEConfig
-from .experts import HOST_SPLIT, GroupedExperts, Weights
-from .permute import ExpertInput, split_input
+from .experts import SplitExperts, Weights
+from .permute import ExpertInput
 
 SIZE_MULTIPLE = 8  # kernels read 16 bytes of a row at a time
 
@@ -35,7 +35,7 @@ class Products(Protocol):
         ...
 
 
-class GemmExperts(GroupedExperts):
+class GemmExperts(SplitExperts):
     """Base of experts on `Products`.
 
     SwiGLU and the weighting are plain torch. Kept for backward: rows [N,H], gate-up [N,2I], activation [N,I], and with
@@ -47,32 +47,17 @@ class GemmExperts(GroupedExperts):
         """The library's products."""
         raise NotImplementedError(f"{type(self).__name__} must define products")
 
-    def compute(self, inp: ExpertInput) -> Tensor:
-        """See GroupedExperts.forward; here the rows beyond offsets[L] are zero."""
-        return self._swiglu(inp, (self.w_gate_up, self.w_down))
-
-    def compute_sets(self, inp: ExpertInput, sets: Sequence[Weights]) -> Tensor:
-        """See GroupedExperts; a call for each set, on rows that are expanded and split on the host."""
-        parts = split_input(inp, [w_down.shape[0] for _, w_down in sets])
-        return torch.cat([self._swiglu(part, weights) for part, weights in zip(parts, sets, strict=True)])
-
-    @classmethod
-    def replica_refusal(cls, host_counts: bool) -> str | None:
-        """See GroupedExperts."""
-        return None if host_counts else HOST_SPLIT
-
-    def _swiglu(self, inp: ExpertInput, weights: Weights) -> Tensor:
+    def compute_set(self, inp: ExpertInput, weights: Weights) -> Tensor:
+        """See SplitExperts; here the rows beyond offsets[L] are zero."""
         products, (w_gate_up, w_down) = self.products(), weights
         counts = inp.host_counts if inp.host_counts is not None else tuple(inp.tokens_per_expert.tolist())
         total = sum(counts)
-        x_NH, weights_N = inp.rows()[:total], inp.row_weights[:total, None]
-        gate, up = _Grouped.apply(products, x_NH, w_gate_up, counts).chunk(2, dim=-1)
-        act = F.silu(gate) * up
+        x_NH, weights_N = inp.rows()[:total], inp.row_weights[:total]
+        act = swiglu(_Grouped.apply(products, x_NH, w_gate_up, counts))
         if self.config.weighting == "activation":
-            y_NH: Tensor = _Grouped.apply(products, (act * weights_N).to(act.dtype), w_down, counts)
+            y_NH: Tensor = _Grouped.apply(products, scaled(act, weights_N), w_down, counts)
         else:
-            y_NH = _Grouped.apply(products, act, w_down, counts)
-            y_NH = (y_NH * weights_N).to(y_NH.dtype)
+            y_NH = scaled(_Grouped.apply(products, act, w_down, counts), weights_N)
         return y_NH if total == inp.capacity else F.pad(y_NH, (0, 0, 0, inp.capacity - total))
 
 

@@ -20,7 +20,7 @@ from .dispatch.agreement import agree
 from .dispatch.registry import build_dispatcher, refusal
 from .eager import eager
 from .errors import MoEError
-from .experts import SharedExperts, build_experts
+from .experts_registry import build_experts
 from .flights import LayerFlight, MoEAux, Routed, copies_held, given, releasing
 from .layer_checks import check_layer_index, check_shapes
 from .load import rank_load
@@ -31,6 +31,7 @@ from .replica.lease import Lease
 from .router import build_router
 from .routing import Routing
 from .schedule_steps import Link
+from .shared_experts import SharedExperts
 from .tracing import stage_range
 
 

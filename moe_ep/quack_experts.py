@@ -11,7 +11,8 @@ from torch import Tensor
 from . import quack_library
 from .config import MoEConfig
 from .errors import Unavailable
-from .experts import GroupedExperts, Weights, register_experts
+from .experts import GroupedExperts, Weights
+from .experts_registry import register_experts
 from .permute import ExpertInput
 from .quack_mlp import quack_swiglu
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .config import MoEConfig
 from .errors import Unavailable
-from .experts import register_experts
+from .experts_registry import register_experts
 from .gemm_experts import SIZE_MULTIPLE, GemmExperts, Products, limit_reasons
 
 INSTALL = "pip install 'moe-ep[te]'"

@@ -16,7 +16,7 @@ from typing import Any
 from moe_ep.config import MoEConfig, ReplicaConfig
 from moe_ep.dispatch import known_dispatchers
 from moe_ep.errors import RecipeError
-from moe_ep.experts import known_experts
+from moe_ep.experts_registry import known_experts
 from moe_ep.schema import from_mapping, nearest, require
 from recipes.data import VOCAB_SIZE
 from recipes.model import ModelConfig

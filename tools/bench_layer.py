@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from moe_ep.config import MoEConfig, ReplicaConfig
 from moe_ep.dispatch import build_dispatcher
-from moe_ep.experts import find_experts
+from moe_ep.experts_registry import find_experts
 from moe_ep.layer import MoELayer
 from moe_ep.losses import RouterAux
 from moe_ep.replica.build import build_runtime, check_replicas

@@ -17,7 +17,7 @@ from moe_ep.config import MoEConfig, ReplicaConfig
 from moe_ep.dispatch import Dispatcher, build_dispatcher
 from moe_ep.domino import DominoLayer, DominoStack
 from moe_ep.errors import RecipeError
-from moe_ep.experts import find_experts
+from moe_ep.experts_registry import find_experts
 from moe_ep.layer import MoELayer
 from moe_ep.replica.build import build_runtime, check_replicas
 from moe_ep.replica.runtime import ReplicaRuntime

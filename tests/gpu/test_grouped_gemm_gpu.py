@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_ep.experts import find_experts
+from moe_ep.experts_registry import find_experts
 from tests.gpu.test_experts_gpu import COUNTS, build, check, make_input
 
 pytestmark = pytest.mark.gpu(1)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from moe_ep import MoEConfig, MoEError, MoELayer, close_dispatchers, moe_layers
-from moe_ep.experts import find_experts
+from moe_ep.experts_registry import find_experts
 from moe_ep.replica import runtime
 from moe_ep.replica.transport import GroupTransport, InFlight
 from moe_ep.testing.ranks import RankPool

@@ -14,9 +14,11 @@ from torch import Tensor
 from moe_ep.activation import row_dot
 from moe_ep.config import MoEConfig
 from moe_ep.errors import InputError, RecipeError, Unavailable
-from moe_ep.experts import GroupedExperts, SharedExperts, build_experts, register_experts
+from moe_ep.experts import GroupedExperts
+from moe_ep.experts_registry import build_experts, register_experts
 from moe_ep.grouped_mlp import pad_inputs
 from moe_ep.permute import ExpertInput, make_offsets
+from moe_ep.shared_experts import SharedExperts
 from moe_ep.testing.oracle import RankInput, SwiGLUExperts, run_oracle
 
 NAMES = ("torch", "loop")
@@ -427,8 +429,11 @@ def test_second_derivative_is_refused() -> None:
 def test_refusals_of_the_registry() -> None:
     with pytest.raises(RecipeError, match=r"experts = 'toch' is not registered; did you mean 'torch'.*loop"):
         experts_for("toch", 2)
-    with pytest.raises(RecipeError, match="'loop' are already registered"):
+    with pytest.raises(RecipeError, match="'loop' are moe_ep's own"):
         register_experts("loop")(GroupedExperts)
+    register_experts("test_twice")(GroupedExperts)
+    with pytest.raises(RecipeError, match=r"'test_twice' are already registered, as .*GroupedExperts"):
+        register_experts("test_twice")(GroupedExperts)
     config = MoEConfig(hidden_size=4, expert_intermediate_size=4, num_experts=4, top_k=1)
     for num_local, first in ((2, 3), (0, 0), (2, -1)):
         with pytest.raises(RecipeError, match=f"experts {first} to {first + num_local - 1} do not lie within"):

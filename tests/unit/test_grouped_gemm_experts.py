@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from moe_ep import ExpertInput, MoEConfig, Unavailable, grouped_gemm_experts, te_experts
-from moe_ep.experts import GroupedExperts, build_experts, known_experts
+from moe_ep.experts import GroupedExperts
+from moe_ep.experts_registry import build_experts, known_experts
 
 NUM_LOCAL, H, INNER = 4, 16, 8
 

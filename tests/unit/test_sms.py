@@ -14,7 +14,7 @@ from moe_ep.config import MoEConfig
 from moe_ep.dispatch import build_dispatcher
 from moe_ep.domino import DominoLayer, DominoStack
 from moe_ep.errors import InputError, Unavailable
-from moe_ep.experts import build_experts
+from moe_ep.experts_registry import build_experts
 from moe_ep.grouped_mlp import grouped_swiglu
 from moe_ep.layer import MoELayer
 from moe_ep.permute import ExpertInput, make_offsets
@@ -70,7 +70,7 @@ def test_experts_refuse_what_would_have_no_effect(name: str, reason: str) -> Non
 def test_a_number_that_no_gpu_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     experts = build_experts(CONFIG, 2, 0, 0)
     monkeypatch.setattr(type(experts), "reserve_refusal", lambda self, device: None)
-    monkeypatch.setattr("moe_ep.experts.num_sms", lambda device: 132)
+    monkeypatch.setattr("moe_ep.experts_checks.num_sms", lambda device: 132)
     for wrong in (132, -1):
         with pytest.raises(InputError, match=rf"reserve_sms = {wrong} must lie in \[0, 132\)"):
             experts(rows(), reserve_sms=wrong)
@@ -103,7 +103,7 @@ def test_a_layer_reserves_where_others_are_under_way(
     assert layer.moe is not None
     layer.moe.reserve_sms = wanted
     seen: list[int] = []
-    monkeypatch.setattr("moe_ep.experts._check_reserve", lambda experts, num, device: None)
+    monkeypatch.setattr("moe_ep.experts.check_reserve", lambda experts, num, device: None)
     layer.moe.experts.register_forward_pre_hook(
         lambda module, args, options: seen.append(options["reserve_sms"]), with_kwargs=True
     )
