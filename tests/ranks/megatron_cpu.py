@@ -188,6 +188,15 @@ def small_gpt(config: Any, spec: Any, seed: int = 1, **others: Any) -> Any:
     return model
 
 
+def build(ours: str | None, **changes: Any) -> Any:
+    """A small GPT; `ours` names a dispatcher, None: Megatron's alltoall."""
+    from moe_ep.integrations.megatron import use_moe_ep
+
+    config = small_config(**changes)
+    spec = layer_spec(config)
+    return small_gpt(config, spec if ours is None else use_moe_ep(spec, dispatcher=ours, max_tokens=64))
+
+
 @torch.no_grad()
 def _spread_experts(model: Any, seed: int) -> None:
     """Megatron draws experts from a random state of its own, which is put aside: here every rank's differ."""

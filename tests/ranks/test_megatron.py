@@ -28,15 +28,6 @@ def pool() -> Iterator[RankPool]:
         yield ranks
 
 
-def build(ours: str | None, **changes: Any) -> Any:
-    """A small GPT; `ours` names a dispatcher, None: Megatron's alltoall."""
-    from moe_ep.integrations.megatron import use_moe_ep
-
-    config = cpu.small_config(**changes)
-    spec = cpu.layer_spec(config)
-    return cpu.small_gpt(config, spec if ours is None else use_moe_ep(spec, dispatcher=ours, max_tokens=64))
-
-
 def norms(model: Any) -> dict[str, float]:
     return {name: p.grad.double().norm().item() for name, p in model.named_parameters()}
 
@@ -47,7 +38,7 @@ def trained(rank: int, ours: str | None, steps: int, **changes: Any) -> tuple[li
 
     from moe_ep.integrations.megatron import moe_layers
 
-    model, calls, history = build(ours, **changes), collections.Counter[str](), []
+    model, calls, history = cpu.build(ours, **changes), collections.Counter[str](), []
 
     def counting(owner: Any, name: str, label: str) -> Any:
         fn = getattr(owner, name)
@@ -169,7 +160,7 @@ def layer_in_bfloat16(group: Any, rank: int) -> Any:
     changes = dict(bf16=True, params_dtype=torch.bfloat16, moe_router_dtype=None)
     with cpu.on_cpu(), cpu.parallel(2):
         x = torch.randn(6, 2, 16, generator=torch.Generator().manual_seed(rank)).bfloat16()
-        layers = [build(ours, **changes).bfloat16().decoder.layers[0].mlp for ours in (None, "all2all")]
+        layers = [cpu.build(ours, **changes).bfloat16().decoder.layers[0].mlp for ours in (None, "all2all")]
         return [layer(x)[0].detach().float() for layer in layers]
 
 
@@ -219,7 +210,7 @@ def described(group: Any, rank: int) -> Any:
     found = []
     with cpu.on_cpu(), cpu.parallel(2):
         for ours in (None, "all2all"):
-            model = build(ours)
+            model = cpu.build(ours)
             state = model.sharded_state_dict()
             keys = sorted((s.key, str(getattr(s, "global_shape", "")), str(s.replica_id)) for s in state.values())
             found.append((keys, [(n, getattr(p, "allreduce", True)) for n, p in model.named_parameters()]))
@@ -234,7 +225,7 @@ def test_micro_batches_under_way_do_not_mix(pool: RankPool) -> None:
 
 def two_at_once(group: Any, rank: int) -> Any:
     with cpu.on_cpu(), cpu.parallel(2):
-        layer = build("all2all").decoder.layers[0].mlp
+        layer = cpu.build("all2all").decoder.layers[0].mlp
         d, xs = layer.token_dispatcher, []
         for i in range(2):
             x = torch.randn(5 + i, 1, 16, generator=torch.Generator().manual_seed(10 * rank + i))
@@ -274,7 +265,7 @@ def misused(group: Any, rank: int) -> Any:
             said.append((type(err), str(err)))
 
     with cpu.on_cpu(), cpu.parallel(2):
-        layer = build("all2all").decoder.layers[0].mlp
+        layer = cpu.build("all2all").decoder.layers[0].mlp
         d, x = layer.token_dispatcher, torch.randn(4, 1, 16)
         p, chosen = layer.route(x)
         rows, weights = d.dispatch_preprocess(x, chosen, p)
@@ -299,7 +290,7 @@ def test_an_error_in_one_ranks_experts_ends_all(pool: RankPool) -> None:
 
 def one_fails(group: Any, rank: int) -> Any:
     with cpu.on_cpu(), cpu.parallel(2):
-        model = build("all2all")
+        model = cpu.build("all2all")
 
         def fail(*_: Any) -> Any:
             raise ZeroDivisionError("planted")
@@ -341,7 +332,7 @@ def refused(group: Any, rank: int) -> Any:
     with cpu.on_cpu(), cpu.parallel(2):
         for flag, changes in REFUSED.items():
             try:
-                build("diret" if not changes else "all2all", **changes)
+                cpu.build("diret" if not changes else "all2all", **changes)
             except RecipeError as err:
                 said[flag] = str(err)
     return said
@@ -363,7 +354,7 @@ def with_gradient_buffers(group: Any, rank: int, sharded: bool) -> Any:
     found = []
     with cpu.on_cpu(), cpu.parallel(2):
         for ours in (None, "all2all"):
-            model = build(ours)
+            model = cpu.build(ours)
             settings = DistributedDataParallelConfig(use_distributed_optimizer=sharded)
             wrapped = DistributedDataParallel(model.config, settings, model)
             losses = []

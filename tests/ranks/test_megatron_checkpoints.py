@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from moe_ep.testing.ranks import RankPool
 from tests.ranks import megatron_cpu as cpu
-from tests.ranks.test_megatron import build
 
 pytest.importorskip("megatron.core", reason="Megatron-Core is not installed (moe-ep[megatron])")
 
@@ -24,7 +23,7 @@ pytest.importorskip("megatron.core", reason="Megatron-Core is not installed (moe
 def with_bias(ours: str | None, pieces: int = 1) -> Any:
     from moe_ep.integrations.megatron import use_domino
 
-    model = build(
+    model = cpu.build(
         ours, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True,
         moe_shared_expert_intermediate_size=24, moe_layer_freq=[0, 1],
     )  # fmt: skip

@@ -16,7 +16,6 @@ from moe_ep import Capabilities, InputError, MoEError, RecipeError, register_dis
 from moe_ep.dispatch.all2all import All2All
 from moe_ep.testing.ranks import RankPool
 from tests.ranks import megatron_cpu as cpu
-from tests.ranks.test_megatron import build
 
 pytest.importorskip("megatron.core", reason="Megatron-Core is not installed (moe-ep[megatron])")
 
@@ -65,7 +64,7 @@ def one_by_one_and_together(group: Any, rank: int, pieces: int, changes: dict[st
             mask = mask.repeat(2 * pieces, 1, 1, 1)
             for i in range(2 * pieces):
                 mask[i, :, i + 1 :, i] = True
-        serial = build("all2all", **changes)
+        serial = cpu.build("all2all", **changes)
         losses, outputs = [], []
         serial.decoder.register_forward_hook(lambda _, __, out: outputs.insert(0, out.detach()))
         for i in reversed(range(pieces)):  # the order in which the pieces' gradients add up
@@ -75,7 +74,7 @@ def one_by_one_and_together(group: Any, rank: int, pieces: int, changes: dict[st
             loss.sum().backward()
             losses.insert(0, loss.detach())
         want = torch.cat(outputs, dim=1)
-        model = use_domino(build("all2all", **changes), pieces)
+        model = use_domino(cpu.build("all2all", **changes), pieces)
         assert type(model.decoder) is DominoTransformerBlock
         names = [name for name, _ in serial.named_parameters()]
         assert names == [name for name, _ in model.named_parameters()]
@@ -144,7 +143,7 @@ def recorded(rank: int, changes: dict[str, Any], disturbed: bool) -> tuple[Any, 
     from moe_ep.integrations.megatron import moe_layers, use_domino
     from moe_ep.recompute import in_second_pass
 
-    model, logged, ids = use_domino(build("all2all", **changes), 2), list[Any](), list[Tensor]()
+    model, logged, ids = use_domino(cpu.build("all2all", **changes), 2), list[Any](), list[Tensor]()
     with contextlib.ExitStack() as stack:
         for router in [layer.router for layer in moe_layers(model)]:
             gating = router.gating
@@ -189,7 +188,7 @@ def stages(group: Any, rank: int) -> Any:
 
     order: list[Any] = []
     with cpu.on_cpu(), cpu.parallel(2):
-        model = use_domino(build("all2all"), 2)
+        model = use_domino(cpu.build("all2all"), 2)
         enter = Dispatcher._enter
 
         def note(self: Any, ticket: Any, stage: Any) -> None:
@@ -246,10 +245,10 @@ def refused(group: Any, rank: int) -> Any:
 
     with cpu.on_cpu(), cpu.parallel(2):
         for changes in REFUSED.values():
-            attempt(lambda changes=changes: use_domino(build("all2all", **changes), 2))
-        attempt(lambda: use_domino(build(None), 2))
-        attempt(lambda: use_domino(build("single_file_all2all"), 2))
-        model = use_domino(build("all2all"), 2)
+            attempt(lambda changes=changes: use_domino(cpu.build("all2all", **changes), 2))
+        attempt(lambda: use_domino(cpu.build(None), 2))
+        attempt(lambda: use_domino(cpu.build("single_file_all2all"), 2))
+        model = use_domino(cpu.build("all2all"), 2)
         attempt(lambda: run(model, cpu.batch(rank, 0, sequences=3)))
         mask = cpu.batch(rank, 0)[2]
         attempt(lambda: model.decoder(torch.ones(12, 2, 16), mask, packed_seq_params=object()))

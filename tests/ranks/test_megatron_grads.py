@@ -15,7 +15,6 @@ from torch.overrides import TorchFunctionMode
 
 from moe_ep.testing.ranks import RankPool
 from tests.ranks import megatron_cpu as cpu
-from tests.ranks.test_megatron import build
 
 pytest.importorskip("megatron.core", reason="Megatron-Core is not installed (moe-ep[megatron])")
 
@@ -50,7 +49,7 @@ def wrapped_model(kind: tuple[str | None, int], sharded: bool, **changes: Any) -
 
     from moe_ep.integrations.megatron import use_domino
 
-    model = build(kind[0], **changes)
+    model = cpu.build(kind[0], **changes)
     model = use_domino(model, kind[1]) if kind[1] > 1 else model
     settings = DistributedDataParallelConfig(use_distributed_optimizer=sharded)
     return DistributedDataParallel(model.config, settings, model)
