@@ -44,14 +44,16 @@ def fused_gradients(calls: list[tuple[int, ...]]) -> Iterator[None]:
         yield
 
 
-def wrapped_model(kind: tuple[str | None, int], sharded: bool, **changes: Any) -> Any:
+def wrapped_model(kind: tuple[str | None, int], sharded: bool, overlap: bool = False, **changes: Any) -> Any:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     from moe_ep.integrations.megatron import use_domino
 
     model = cpu.build(kind[0], **changes)
     model = use_domino(model, kind[1]) if kind[1] > 1 else model
-    settings = DistributedDataParallelConfig(use_distributed_optimizer=sharded)
+    settings = DistributedDataParallelConfig(
+        use_distributed_optimizer=sharded, overlap_grad_reduce=overlap, overlap_param_gather=overlap, bucket_size=1000
+    )
     return DistributedDataParallel(model.config, settings, model)
 
 
@@ -104,14 +106,14 @@ class NamedAsOnGpu(TorchFunctionMode):
         return result.replace("torch.", "torch.cuda.") if func is torch.Tensor.type and len(args) == 1 else result
 
 
-def optimized(group: Any, rank: int) -> Any:
+def optimized(group: Any, rank: int, overlap: bool) -> Any:
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     found = []
     with cpu.on_cpu(), cpu.parallel(2), NamedAsOnGpu():
         for kind in KINDS:
-            wrapped = wrapped_model(kind, True)
+            wrapped = wrapped_model(kind, True, overlap)
             config = OptimizerConfig(optimizer="adam", lr=0.01, clip_grad=0.1, use_distributed_optimizer=True)
             optimizer, history = get_megatron_optimizer(config, [wrapped]), []
             for _ in range(4):
@@ -126,8 +128,10 @@ def optimized(group: Any, rank: int) -> Any:
     return found
 
 
-def test_megatrons_distributed_optimizer(pool: RankPool) -> None:
-    for native, ours, pieces in pool.run(optimized):
+@pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlapped"])
+def test_megatrons_distributed_optimizer(pool: RankPool, overlap: bool) -> None:
+    """Overlapped: gradients are reduced behind backward, parameters gathered by hooks in front of modules' forward."""
+    for native, ours, pieces in pool.run(optimized, overlap):
         assert ours == native, "losses and global gradient norms, bit for bit"
         assert native[-1][0] < native[0][0]
         for got, want in zip(pieces, native, strict=True):
