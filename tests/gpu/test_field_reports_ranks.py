@@ -33,7 +33,7 @@ class Block(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = torch.nn.RMSNorm(H)
-        self.moe = MoELayer(MoEConfig(**SIZES, aux_loss_coef=0.01, init_std=0.5))
+        self.moe = MoELayer(MoEConfig(**SIZES, aux_loss_coef=0.01, init_std=0.2))
         self.moe.reset_parameters(3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -60,8 +60,8 @@ def test_a_compiled_block_and_a_compiled_router(whole: bool) -> None:
             y.square().sum().backward()
             found.append([y.detach(), x.grad, *(p.grad for p in block.parameters())])
             x.grad = None
-        for one, other in zip(*found, strict=True):
-            torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-5)
+        for one, other in zip(*found, strict=True):  # sums over H, I and K and some ten steps, in another order
+            assert float((one - other).norm()) <= (H + 32 + K + 10) * 2.0**-23 * float(other.norm())
     torch._dynamo.reset()
 
 
