@@ -45,6 +45,7 @@ def body_mutant(
     """What a schedule without one wait did: "wrong" or "right" numbers, or the error."""
     model = small_stack(group, {"dispatcher": dispatcher}, dense=LAYERS)
     want = run_forward(model, rank, 2, CPU)
+    dist.barrier(group)  # else the slower rank hears of the other's error while it is still at what is wanted
     with racing(1), host_ahead(ahead), mock.patch.object(domino, "schedule", mutant(waits, awaited, i)):
         try:
             got = run_forward(model, rank, 2, CPU)
@@ -74,7 +75,8 @@ def judge(waits: str, awaited: str, seen: list[str]) -> None:
     if (waits, awaited) in HOST_ORDER:
         assert seen == ["right", "right"]
     elif (waits, awaited) == ("read", "counts"):
-        assert seen == ["ProtocolError"] * 2, "counts that have not come are no counts"
+        assert "ProtocolError" in seen, "counts that have not come are no counts"
+        assert set(seen) <= {"ProtocolError", "PeerError"}, "a rank that hears of it first raises the other's"
     else:
         assert "wrong" in seen and set(seen) <= {"wrong", "right"}, "a rank without tokens has no wrong ones"
 
