@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..config import DispatchConfig
-from ..faults import NUM_WORDS, Fault, count_message, raise_faults
+from ..fault_words import count_message
+from ..faults import NUM_WORDS, Fault, raise_faults
 from ..in_flight import InFlight
 from ..permute import ExpertInput, SortedRoutes, gather_routes, gather_rows, regroup, sort_routes, sum_rows
 from ..routing import Routing

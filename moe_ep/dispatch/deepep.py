@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..config import DispatchConfig
-from ..faults import NUM_WORDS, Fault, raise_faults, status_words
+from ..fault_words import status_words
+from ..faults import NUM_WORDS, Fault, raise_faults
 from ..in_flight import InFlight
 from ..machine import loaded_nccl
 from ..permute import ExpertInput, SortedRoutes, sort_routes

@@ -14,7 +14,8 @@ from ..alarm_registry import alarm_of, include
 from ..config import DispatchConfig
 from ..debug import debug
 from ..errors import ProtocolError
-from ..faults import FaultRecord, status_words
+from ..fault_words import status_words
+from ..faults import FaultRecord
 from ..in_flight import InFlight
 from ..lanes import LanePool
 from ..ops import choose_kernels

@@ -16,7 +16,8 @@ from ..alarm_registry import include
 from ..dispatch.collectives import all_gather
 from ..dispatch.twin import open_twin
 from ..errors import PeerError, PlanError
-from ..faults import NUM_WORDS, Fault, place_of, raise_faults, routing_status
+from ..fault_words import routing_status
+from ..faults import NUM_WORDS, Fault, place_of, raise_faults
 from ..load import expert_load
 from ..order import told
 from ..peers import is_out_of_step, mark_everywhere

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from moe_ep import InputError, NonFiniteError, PeerError, ProtocolError, Routing
-from moe_ep.faults import Fault, FaultRecord, place_of, raise_faults, routing_status, status_words, words_by_ops
+from moe_ep.fault_words import routing_status, status_words, words_by_ops
+from moe_ep.faults import Fault, FaultRecord, place_of, raise_faults
 
 
 def routing(ids: list[list[int]], bad_tokens: int | None = None) -> Routing:
