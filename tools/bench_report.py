@@ -4,10 +4,12 @@
     python tools/bench_report.py A.jsonl                            the ratios of one run
     python tools/bench_report.py A.jsonl B.jsonl --threshold 0.05   B against A; exit 1 where B is more than 5 % slower
 
-A ratio is a median time over all2all's in the *same* run, printed with the baseline's name and both raw numbers, so
-that anybody can recompute it (awslabs/awsome-distributed-ai#1215 shows what happens otherwise). Where two runs measured
-the same candidate, their ratios are compared (all2all itself by its raw time). Runs of different machines or shapes are
-refused unless --force. Exit status: 0 fine, 1 a regression, 2 files that cannot be compared.
+A ratio is a median time over the baseline's in the *same* run, printed with its name and both raw numbers, so that
+anybody can recompute it (awslabs/awsome-distributed-ai#1215 shows what happens otherwise). The baseline is all2all, in
+runs of Megatron's layer Megatron's own alltoall. Where two runs measured the same candidate, their ratios are compared
+(the baseline itself by its raw time). Runs of different machines or shapes are refused unless --force.
+
+Exit status: 0 fine, 1 a regression, 2 files that cannot be compared.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from tools.domino_table import domino_lines
 from tools.replica_lines import replica_lines
 from tools.rows import Row, read_rows
 
-BASELINE = "all2all"
+BASELINES = (("megatron", "dispatcher=alltoall"), ("all2all", None))  # the first that a run has
 MACHINE = ("gpu", "gpus", "link")  # what makes it another machine
 ENVIRONMENT = ("driver", "torch", "cuda", "nccl_loaded", "python")  # what may differ: ratios are taken within a run
 # rows that agree in these measured the same thing; a candidate is one of the second group
@@ -52,18 +54,20 @@ class Run:
     lost: list[Row]
 
     def baseline(self, task: Key, candidate: Key) -> Row | None:
-        """all2all's row of the same task, with the same experts."""
-        return self.rows.get((task, (BASELINE, None, candidate[2])))
+        """The baseline's row of the same task, with the same experts."""
+        found = (self.rows.get((task, (*base, candidate[2]))) for base in BASELINES)
+        return next((row for row in found if row is not None), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One candidate of one run, with the times that its ratio is made of (microseconds)."""
+    """One candidate of one run, with the times that its ratio is made of (microseconds) and the baseline's name."""
 
     run: Run
     task: Key
     candidate: Key
     us: float
+    baseline: str
     baseline_us: float | None
 
     @property
@@ -73,15 +77,15 @@ class Line:
 
     @property
     def ratio(self) -> float | None:
-        """Time relative to all2all's in the same run: below 1 is faster."""
+        """Time relative to the baseline's in the same run: below 1 is faster."""
         return None if self.baseline_us is None else self.us / self.baseline_us
 
     def text(self) -> str:
         """`name: 50.00 us / all2all 100.00 us = 0.500`."""
         name = _name(self.candidate)
         if self.baseline_us is None:
-            return f"{name}: {self.us:.2f} us / {BASELINE} -: no ok row of {BASELINE} in this run"
-        return f"{name}: {self.us:.2f} us / {BASELINE} {self.baseline_us:.2f} us = {self.ratio:.3f}"
+            return f"{name}: {self.us:.2f} us / {self.baseline} -: no ok row of {self.baseline} in this run"
+        return f"{name}: {self.us:.2f} us / {self.baseline} {self.baseline_us:.2f} us = {self.ratio:.3f}"
 
 
 def load(path: Path) -> Run:
@@ -145,7 +149,9 @@ def lines_of(run: Run) -> list[Line]:
     for (task, candidate), row in run.rows.items():
         base = run.baseline(task, candidate)
         base_us = None if base is None else float(base["us_p50"])
-        found.append(Line(run=run, task=task, candidate=candidate, us=float(row["us_p50"]), baseline_us=base_us))
+        named = _name(BASELINES[-1] if base is None else _key(base, CANDIDATE[:2]))
+        us = float(row["us_p50"])
+        found.append(Line(run=run, task=task, candidate=candidate, us=us, baseline=named, baseline_us=base_us))
     return found
 
 
@@ -157,7 +163,7 @@ def regressions(first: Run, other: Run, threshold: float) -> list[str]:
         old = before.get((line.task, line.candidate))
         if old is None:
             continue
-        raw = line.candidate[:2] == (BASELINE, None) or line.ratio is None or old.ratio is None
+        raw = _name(line.candidate[:2]) == line.baseline or line.ratio is None or old.ratio is None
         new_value, old_value = (line.us, old.us) if raw else (line.ratio or 0.0, old.ratio or 0.0)
         if new_value > old_value * (1 + threshold):
             growth = 100 * (new_value / old_value - 1)

@@ -127,4 +127,4 @@ def _benchmarks(host: _Host) -> Iterator[Step]:
             "0,1,2" if shape != "mixtral" else "0,1", "--dispatchers", best,
         )  # fmt: skip
         if not host.rehearsal:
-            yield host.measured("megatron", name, "bench_megatron.py", limit, shape)
+            yield host.measured("megatron", name, "bench_megatron.py", limit, "--shape", shape)
