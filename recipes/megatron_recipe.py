@@ -94,9 +94,9 @@ def _check(loaded: MegatronRecipe) -> None:
         (moe.router == "sigmoid" and not moe.normalize_weights,
          "moe.normalize_weights = false cannot be had with router = 'sigmoid': Megatron always divides",
          "set it to true"),
-        (recipe.replica.slots > 0, f"replica.slots = {recipe.replica.slots} is not served: Megatron's experts take no "
-         "second set of weights",
-         "set it to 0, or train with recipes/pretrain.py"),
+        (loaded.native and recipe.replica.slots > 0,
+         f"replica.slots = {recipe.replica.slots} needs a dispatcher of moe_ep",
+         "set it to 0, or megatron.dispatcher to 'moe_ep'"),
         (recipe.checkpoint != CheckpointSection(), "[checkpoint] is not served by this program",
          "leave the section out, or train with megatron.training and use_moe_ep"),
         (recipe.metrics.trace_steps is not None, "metrics.trace_steps is not served by this program", "leave it out"),

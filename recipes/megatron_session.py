@@ -43,7 +43,7 @@ def _say(ranks: Ranks, text: str) -> None:
 
 def _banner(loaded: MegatronRecipe, ranks: Ranks, trainer: Trainer) -> str:
     version, layers = megatron_version(), moe_layers(trainer.model)
-    runs = "Megatron's alltoall" if loaded.native else layers[0].dispatcher.describe()
+    runs = "Megatron's alltoall" if loaded.native else layers[0].runs()
     experts = type(next(m for n, m in trainer.model.named_modules() if n.endswith(".experts"))).__name__
     return (
         f"Megatron-Core {version}, torch {torch.__version__}; {ranks.world_size} rank(s) on {ranks.device.type}, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from collections.abc import Iterator
@@ -123,6 +124,7 @@ def _options(loaded: MegatronRecipe) -> dict[str, Any]:
         "num_sms": moe.num_sms,
         "kernels": moe.kernels,
         "options": dict(recipe.options.get(moe.dispatcher, ())),
+        "replica": dataclasses.asdict(recipe.replica),
     }
 
 

@@ -21,8 +21,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..dispatch.base import Dispatcher
 from ..dispatch.ticket import Stage, Ticket
 from ..errors import InputError, ProtocolError
+from ..flights import releasing
 from ..permute import ExpertInput
+from ..replica.beside import LeaseBeside
 from ..routing import NO_ROUTE, Routing
+from .megatron_replicas import ExpertCopies
 
 
 def routing_of(routing_map_TE: Tensor, probs_TE: Tensor, top_k: int) -> Routing:
@@ -85,6 +88,7 @@ class Trip:
     ticket: Ticket
     shape: torch.Size
     probs_dtype: torch.dtype
+    lease: LeaseBeside | None = None
     num_tensors: int = 0
     second: weakref.ref[Tensor] | None = None
     rest: tuple[Tensor, ...] = ()
@@ -98,11 +102,19 @@ class TicketDispatcher(MoETokenDispatcher):
         pg_collection: Megatron's process groups.
         dispatcher: of the expert-parallel group; shared by the layers.
         layer_index: from 0, for messages and compared between ranks.
+        copies: of the layer's experts; None: there are none.
     """
 
-    def __init__(self, config: Any, pg_collection: Any, dispatcher: Dispatcher, layer_index: int) -> None:
+    def __init__(
+        self,
+        config: Any,
+        pg_collection: Any,
+        dispatcher: Dispatcher,
+        layer_index: int,
+        copies: ExpertCopies | None = None,
+    ) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
-        self.inner = dispatcher
+        self.inner, self.copies = dispatcher, copies
         self.layer_index = layer_index
         self._trips = WeakTensorKeyDictionary()
         self._in_experts: Trip | None = None
@@ -115,8 +127,13 @@ class TicketDispatcher(MoETokenDispatcher):
         """
         routing = routing_of(routing_map, probs, self.inner.config.top_k)
         x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
-        ticket = self.inner.dispatch_preprocess(x_TH, routing, layer=self.layer_index)
-        return self._hand_out(Trip(ticket=ticket, shape=hidden_states.shape, probs_dtype=probs.dtype), hidden_states)
+        lease = None if self.copies is None else self.copies.open(self.layer_index)
+        with releasing(lease):
+            if self.copies is not None and lease is not None:
+                routing = self.copies.place(lease, routing)
+            ticket = self.inner.dispatch_preprocess(x_TH, routing, layer=self.layer_index)
+        trip = Trip(ticket=ticket, shape=hidden_states.shape, probs_dtype=probs.dtype, lease=lease)
+        return self._hand_out(trip, hidden_states)
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Launch; the returned tensors are not valid before `dispatch_postprocess`."""
@@ -136,8 +153,10 @@ class TicketDispatcher(MoETokenDispatcher):
                 f"{trip.ticket.where}: the experts still hold {self._in_experts.ticket.where}; Megatron's stages give "
                 "no way to tell two apart there, so call combine_preprocess first"
             )
+        if trip.lease is not None:
+            trip.lease.join()
         rows = self.inner.dispatch_postprocess(trip.ticket)
-        self._in_experts = trip
+        self._expect(trip)
         return expert_arguments(rows, trip.probs_dtype)
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
@@ -146,7 +165,8 @@ class TicketDispatcher(MoETokenDispatcher):
         Raises:
             ProtocolError: no micro-batch is with the experts.
         """
-        trip, self._in_experts = self._in_experts, None
+        trip = self._in_experts
+        self._expect(None)
         if trip is None:
             raise ProtocolError(f"layer {self.layer_index}: combine_preprocess was called without dispatch_postprocess")
         self.inner.combine_preprocess(trip.ticket, with_tail(hidden_states, trip.ticket.num_rows))
@@ -161,7 +181,8 @@ class TicketDispatcher(MoETokenDispatcher):
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
         """y in the shape that `dispatch_preprocess` was given."""
         trip = self._find(hidden_states, None, Stage.COMBINE_POSTPROCESS)
-        return self.inner.combine_postprocess(trip.ticket).view(trip.shape)
+        y_TH = self.inner.combine_postprocess(trip.ticket)
+        return (y_TH if trip.lease is None else trip.lease.bring(y_TH)).view(trip.shape)
 
     def set_shared_experts(self, shared_experts: Any) -> None:
         """Refused: see `megatron_limits`.
@@ -173,9 +194,18 @@ class TicketDispatcher(MoETokenDispatcher):
 
     def abandon(self) -> None:
         """Let go of the micro-batch that the experts hold: they raised."""
-        trip, self._in_experts = self._in_experts, None
+        trip = self._in_experts
+        self._expect(None)
         if trip is not None:
             trip.ticket.release()
+            if trip.lease is not None:
+                trip.lease.release()
+
+    def _expect(self, trip: Trip | None) -> None:
+        """Whose rows the experts compute next."""
+        self._in_experts = trip
+        if self.copies is not None:
+            self.copies.expected = None if trip is None else trip.lease
 
     def _hand_out(self, trip: Trip, like: Tensor) -> tuple[Tensor, Tensor]:
         """The payload as two tensors, under the first of which the trip is found again."""

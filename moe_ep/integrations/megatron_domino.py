@@ -13,7 +13,7 @@ cross-attention, attention bias. With an inference context the forward is Megatr
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
@@ -28,12 +28,15 @@ from ..dispatch.base import Dispatcher
 from ..dispatch.ticket import Ticket
 from ..domino import DominoLayer, launch
 from ..errors import InputError, RecipeError
+from ..flights import releasing
 from ..layer import MoELayer
+from ..replica.beside import LeaseBeside
 from ..schedule_steps import Link
 from .megatron_dispatcher import expert_arguments, routing_of, with_tail
 from .megatron_layer import MegatronMoELayer, expert_output
 from .megatron_limits import DOMINO_LIMITS, refuse, refuse_recompute, scaled_for_pieces
 from .megatron_recompute import first_choice, set_recompute
+from .megatron_replicas import ExpertCopies
 
 WHO = "several micro-batches in one layer"
 SHARED_BY_ALL = ("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "rotary_pos_cos_sin")
@@ -46,6 +49,7 @@ class _Flight:
 
     ticket: Ticket
     probs_dtype: torch.dtype
+    lease: LeaseBeside | None = None
 
 
 class _Routed:
@@ -55,30 +59,58 @@ class _Routed:
         self.layer = layer
         self.dispatcher: Dispatcher = layer.dispatcher
         self.layer_index: int = layer.token_dispatcher.layer_index
+        self.replicas: ExpertCopies | None = layer.token_dispatcher.copies
         self.recomputed = False
 
+    def open_replicas(self, micro_batch: int, num_micro_batches: int, users: int = 1) -> LeaseBeside | None:
+        copies = self.replicas
+        return None if copies is None else copies.open(self.layer_index, micro_batch, num_micro_batches, users)
+
     def prepare(
-        self, n: Tensor, padding: Tensor | None, *, micro_batch: int, waits: frozenset[Link], num_micro_batches: int
+        self,
+        n: Tensor,
+        padding: Tensor | None,
+        *,
+        micro_batch: int,
+        waits: frozenset[Link],
+        num_micro_batches: int,
+        lease: LeaseBeside | None = None,
     ) -> _Flight:
         mask = None if padding is None else padding.transpose(0, 1).bool()
         with first_choice(self.layer.router) if self.recomputed else contextlib.nullcontext():
             probs, routing_map = self.layer.route(n, mask)
         routing = routing_of(routing_map, probs, self.dispatcher.config.top_k)
-        ticket = self.dispatcher.dispatch_preprocess(
-            n.reshape(-1, n.shape[-1]),
-            routing,
-            layer=self.layer_index,
-            micro_batch=micro_batch,
-            waits=waits,
-            num_micro_batches=num_micro_batches,
-        )
-        return _Flight(ticket=ticket, probs_dtype=probs.dtype)
+        with releasing(lease):
+            if self.replicas is not None and lease is not None:
+                routing = self.replicas.place(lease, routing)
+            ticket = self.dispatcher.dispatch_preprocess(
+                n.reshape(-1, n.shape[-1]),
+                routing,
+                layer=self.layer_index,
+                micro_batch=micro_batch,
+                waits=waits,
+                num_micro_batches=num_micro_batches,
+            )
+        return _Flight(ticket=ticket, probs_dtype=probs.dtype, lease=lease)
 
     def compute(self, flight: _Flight, *, beside_others: bool) -> None:
-        with self.layer.telling("experts"):
+        with self.layer.telling("experts"), releasing(flight.lease), self._expecting(flight.lease):
             rows = self.dispatcher.dispatch_postprocess(flight.ticket)
             y_NH = expert_output(self.layer, *expert_arguments(rows, flight.probs_dtype))
             self.dispatcher.combine_preprocess(flight.ticket, with_tail(y_NH, flight.ticket.num_rows))
+
+    @contextlib.contextmanager
+    def _expecting(self, lease: LeaseBeside | None) -> Iterator[None]:
+        """The experts compute rows of this micro-batch."""
+        if self.replicas is None or lease is None:
+            yield
+            return
+        lease.join()
+        self.replicas.expected = lease
+        try:
+            yield
+        finally:
+            self.replicas.expected = None
 
     def aux_of(self, flight: _Flight) -> None:
         return None  # Megatron's router has attached its losses to the weights

@@ -13,14 +13,16 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
-from ..config import DispatchConfig, Kernels
+from ..config import Kernels, MoEConfig
 from ..dispatch.base import Dispatcher
 from ..dispatch.registry import build_dispatcher
 from ..errors import RecipeError
+from ..replica.build import check_replicas
 from .megatron_dispatcher import TicketDispatcher
 from .megatron_limits import LAYER_LIMITS, check_version, known_options, megatron_version, refuse
+from .megatron_replicas import ExpertCopies, replica_config
 
-OPTIONS = ("dispatcher", "max_tokens", "capacity_factor", "num_sms", "kernels", "options")
+OPTIONS = ("dispatcher", "max_tokens", "capacity_factor", "num_sms", "kernels", "options", "replica")
 
 
 class MegatronMoELayer(MoELayer):
@@ -38,6 +40,7 @@ class MegatronMoELayer(MoELayer):
             sequence parallel ranks), where the back end needs it.
         capacity_factor, num_sms, kernels: see DispatchConfig.
         options: further keys of the back end.
+        replica: copies of hot experts, keys of ReplicaConfig such as {"slots": 2}; see `megatron_replicas`.
 
     Raises:
         RecipeError: a flag of the configuration that is not served, by name, with the way out.
@@ -58,29 +61,37 @@ class MegatronMoELayer(MoELayer):
         num_sms: int | None = None,
         kernels: Kernels = "auto",
         options: Mapping[str, Any] | None = None,
+        replica: Mapping[str, Any] | None = None,
         **others: Any,
     ) -> None:
         check_version(megatron_version())
         refuse(config, LAYER_LIMITS, "moe_ep's MoE layer")
+        copied = replica_config(replica, config)
         named = {"submodules": submodules, "layer_number": layer_number, "pg_collection": pg_collection}
         super().__init__(config=config, **named, **others)
         group: dist.ProcessGroup = self.ep_group
-        chosen = DispatchConfig(
-            name=dispatcher,
+        chosen = MoEConfig(
+            dispatcher=dispatcher,
             num_experts=config.num_moe_experts,
             top_k=config.moe_router_topk,
             hidden_size=getattr(config, "moe_latent_size", None) or config.hidden_size,
+            expert_intermediate_size=config.moe_ffn_hidden_size or config.ffn_hidden_size,
             dtype=str(config.params_dtype).removeprefix("torch."),
             max_tokens=max_tokens,
             capacity_factor=capacity_factor,
             num_sms=num_sms,
             kernels=kernels,
             options=tuple(sorted((options or {}).items())),
+            replica=copied,
         )
-        self.dispatcher: Dispatcher = build_dispatcher(chosen, group if group.size() > 1 else None)
+        several = group if group.size() > 1 else None
+        check_replicas(chosen, several)
+        self.dispatcher: Dispatcher = build_dispatcher(chosen.dispatch(group.size()), several)
         # The stock dispatcher, built by Megatron just now, holds nothing but settings.
         groups = _Groups(self, pg_collection)
-        self.token_dispatcher = TicketDispatcher(config, groups, self.dispatcher, self._index(self.layer_number or 1))
+        copies = ExpertCopies(self, chosen, self.dispatcher, pg_collection) if copied.slots else None
+        index = self._index(self.layer_number or 1)
+        self.token_dispatcher = TicketDispatcher(config, groups, self.dispatcher, index, copies)
 
     def set_layer_number(self, layer_number: int) -> None:
         """As Megatron's, counting from 1."""
@@ -93,8 +104,13 @@ class MegatronMoELayer(MoELayer):
         return int(behind + layer_number - 1)
 
     def extra_repr(self) -> str:
-        """The resolved dispatcher, as `print(model)` shows it."""
-        return f"dispatcher={self.dispatcher.describe()}"
+        """The resolved dispatcher and what copies experts, as `print(model)` shows it."""
+        return f"dispatcher={self.runs()}"
+
+    def runs(self) -> str:
+        """The dispatcher, and what copies experts, in one line."""
+        copies = self.token_dispatcher.copies
+        return ", ".join([self.dispatcher.describe(), *([] if copies is None else [copies.runtime.describe()])])
 
     # Megatron's forward calls these one after the other, perhaps inside a recomputed region. Where one of them raises,
     # the other ranks are on their way to a communication and must not wait there for this one.
@@ -154,13 +170,8 @@ def moe_spec(native: Any, **options: Any) -> ModuleSpec:
         options: see MegatronMoELayer; they become the spec's params.
 
     Raises:
-        RecipeError: no such layer, unknown option, copies of hot experts, or a value of `kernels` that does not exist.
+        RecipeError: no such layer, unknown option, or a value of `kernels` that does not exist.
     """
-    if "replica" in options:
-        raise RecipeError(
-            "replica is not supported by moe_ep's MoE layer in Megatron: Megatron's experts compute with their own "
-            "parameters and take no second set for copies; leave it out, or use moe_ep.MoELayer"
-        )
     known_options(options, OPTIONS)
     kernels = options.get("kernels", "auto")
     if kernels not in get_args(Kernels):

@@ -75,6 +75,14 @@ DOMINO_LIMITS = (
     Limit("fp32_residual_connection", _off, "routed experts answer in their own dtype; unset it"),
 )  # fmt: skip
 
+REPLICA_LIMITS = (
+    Limit("gated_linear_unit", bool, "slots hold a gate and an up projection; set it to True"),
+    Limit("add_bias_linear", _off, "a copy has no biases; set it to False"),
+    Limit("fp8", _off, "tried in the parameters' own dtype only; unset it"),
+    Limit("fp4", _off, "tried in the parameters' own dtype only; unset it"),
+    Limit("use_transformer_engine_op_fuser", _off, "fused experts keep references to their own weights; unset it"),
+)  # fmt: skip
+
 _CHOICE = "its choice of experts cannot be replayed when a layer is computed again; "
 RECOMPUTE_LIMITS = (
     Limit("moe_router_fusion", _off, _CHOICE + "unset it"),

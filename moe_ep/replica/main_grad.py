@@ -19,13 +19,20 @@ def deliver(master: Tensor, total: Tensor) -> Tensor:
     With `main_grad` that is zeros: the hook has to run, which starts the framework's own reduction, and wants a
     gradient there. Whoever adds it to the buffer all the same adds nothing.
     """
-    buffer = _buffer(master)
-    if buffer is None:
+    if not add_to_buffer(master, total):
         return total.to(master.dtype)
-    with torch.no_grad():
-        buffer.add_(total)
     master.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     return torch.zeros_like(master)
+
+
+def add_to_buffer(master: Tensor, part: Tensor) -> bool:
+    """Add a part of the gradient to Megatron's buffer, which gets the rest in another way; False: there is none."""
+    buffer = _buffer(master)
+    if buffer is None:
+        return False
+    with torch.no_grad():
+        buffer.add_(part)
+    return True
 
 
 def _buffer(master: Tensor) -> Tensor | None:

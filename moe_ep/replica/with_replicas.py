@@ -189,12 +189,12 @@ class Flight:
         if self._to_leave <= 0 and self.phase is Phase.BACKWARD:
             self.phase = Phase.THROUGH
 
-    def launch_grads(self, masters: Sequence[Tensor], slots: Sequence[Tensor]) -> None:
-        """Start grad_reduce with the gradients that this rank's experts made."""
+    def launch_grads(self, totals: Tensors, slots: Sequence[Tensor]) -> None:
+        """Start grad_reduce with the gradients that this rank's experts made; those of masters float32, to be kept."""
         assert self.lane is not None and self.plan is not None, "gradients before a plan"
         self.lane.claim(self)
         self.phase = Phase.REDUCING
-        self._totals = tuple(grad.to(torch.float32, copy=True) for grad in masters)
+        self._totals = totals
         transport = self.lane.transport
         used_S = (self.plan.instances[transport.rank] >= 0).to(slots[0].device)
         for buffer, grad in zip(self.lane.buffers.grads, slots, strict=True):
@@ -262,7 +262,7 @@ class _Launch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         masters, slots = grads[: len(grads) // 2], grads[len(grads) // 2 :]
-        ctx.flight.launch_grads(masters, slots)
+        ctx.flight.launch_grads(tuple(grad.to(torch.float32, copy=True) for grad in masters), slots)
         return (None, *masters, *(None for _ in slots))
 
 

@@ -35,7 +35,7 @@ def engine() -> None:
     pytest.importorskip("transformer_engine", reason="Transformer Engine is not installed (moe-ep[te])")
 
 
-def model_of(ours: str | None, grouped: bool = False, **changes: Any) -> Any:
+def model_of(ours: str | None, grouped: bool = False, replica: dict[str, Any] | None = None, **changes: Any) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -46,7 +46,7 @@ def model_of(ours: str | None, grouped: bool = False, **changes: Any) -> Any:
     config = megatron_cpu.small_config(**changes)
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=grouped, normalization=config.normalization)
     if ours is not None:
-        spec = use_moe_ep(spec, dispatcher=ours, max_tokens=256)
+        spec = use_moe_ep(spec, dispatcher=ours, max_tokens=256, replica=replica)
     model = megatron_cpu.small_gpt(config, spec)
     return model.to("cuda", config.params_dtype)
 
@@ -146,6 +146,42 @@ def test_interleaved_pieces_are_the_serial_ones(pool: RankPool, name: str) -> No
         assert torch.equal(got, want)
         for a, b in zip(grads, got_grads, strict=True):  # two addends in bfloat16, in another order
             assert (a - b).norm() <= 2**-7 * a.norm()
+
+
+def with_copies(group: Any, rank: int, grouped: bool, pieces: int) -> Any:
+    """Without and with copies of experts: loss and gradients after a step of SGD; copies in the last plans."""
+    from moe_ep.integrations.megatron import use_domino
+
+    changes = dict(bf16=True, params_dtype=torch.bfloat16) if grouped else {}
+    found, placed = [], list[int]()
+    with megatron_cpu.parallel(2), megatron_cpu.counted_copies(placed):
+        for replica in (None, {"slots": 2}):
+            model = model_of("all2all", grouped=grouped, replica=replica, **changes)
+            model = model if pieces == 1 else use_domino(model, pieces)
+            for step in range(2):
+                model.zero_grad()
+                loss = losses(model, rank, step).mean()
+                loss.backward()
+                grads = {name: p.grad.float().cpu() for name, p in model.named_parameters()}
+                with torch.no_grad():
+                    for p in model.parameters():
+                        p -= 0.1 * p.grad
+            found.append((loss.item(), grads, sum(placed)))
+    return found
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+@pytest.mark.parametrize("grouped", [False, True], ids=["one by one", "grouped"])
+def test_copies_of_experts_change_nothing_but_the_place_of_rows(pool: RankPool, grouped: bool, pieces: int) -> None:
+    """Grouped in bfloat16: a weight gradient in two or three parts, each rounded by 2^-9, in place of one."""
+    if grouped:
+        engine()
+    bound = 2**-6 if grouped else 1e-4
+    for (want, grads, none), (got, others, copies) in pool.run(with_copies, grouped, pieces):
+        assert none == 0 < copies
+        assert got == pytest.approx(want, rel=bound)
+        for name, grad in grads.items():
+            assert (others[name] - grad).norm() <= bound * grad.norm(), name
 
 
 def in_fp8(group: Any, rank: int, ours: str | None) -> Any:

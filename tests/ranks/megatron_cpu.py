@@ -221,6 +221,24 @@ def losses(model: Any, rank: int, step: int, **sizes: int) -> Tensor:
     return result
 
 
+@contextlib.contextmanager
+def counted_copies(found: list[int], late: list[bool] | None = None) -> Iterator[None]:
+    """Copies on all ranks of each plan that is made, and whether they set off behind the experts' own rows."""
+    from moe_ep.integrations.megatron_replicas import ExpertCopies
+
+    real = ExpertCopies.place
+
+    def place(self: Any, lease: Any, routing: Any) -> Any:
+        moved = real(self, lease, routing)
+        found.append(int(lease.plans[0].num_replicas()))
+        if late is not None:
+            late.append(lease._replicas is None)
+        return moved
+
+    with mock.patch.object(ExpertCopies, "place", place):
+        yield
+
+
 def has_megatron() -> bool:
     """Whether Megatron-Core can be imported here."""
     try:

@@ -317,16 +317,6 @@ REFUSED: dict[str, dict[str, Any]] = {
 }
 
 
-def test_copies_of_hot_experts_are_refused_with_a_reason() -> None:
-    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
-
-    from moe_ep.integrations.megatron import moe_spec
-
-    spec = get_moe_module_spec(use_te=False, num_experts=8)
-    with pytest.raises(RecipeError, match=r"replica is not supported .* take no second set for copies; leave it out"):
-        moe_spec(spec, dispatcher="all2all", replica={"slots": 2})
-
-
 def refused(group: Any, rank: int) -> Any:
     said = {}
     with cpu.on_cpu(), cpu.parallel(2):

@@ -104,6 +104,7 @@ def native(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> list[dic
     [
         ((), "dispatcher all2all (2 ranks"),
         (("moe.dispatcher=agrs", "train.intra_layer_micro_batch=2"), "dispatcher agrs"),
+        (("replica.slots=2",), "replicas: 2 slot(s) a rank"),
     ],
 )
 def test_same_losses_as_on_megatrons_dispatcher(

@@ -13,6 +13,7 @@ from moe_ep.integrations.megatron_limits import (
     DOMINO_LIMITS,
     LAYER_LIMITS,
     RECOMPUTE_LIMITS,
+    REPLICA_LIMITS,
     TRIED,
     check_version,
     known_options,
@@ -25,7 +26,8 @@ PLAIN: dict[str, Any] = dict(
     moe_token_dispatcher_type="alltoall", expert_tensor_parallel_size=1, tensor_model_parallel_size=1,
     cuda_graph_impl="none", moe_expert_capacity_factor=None, hidden_dropout=0.0, recompute_granularity="selective",
     recompute_modules=["core_attn"], moe_aux_loss_coeff=0.0, moe_z_loss_coeff=None, calculate_per_token_loss=False,
-    delay_wgrad_compute=False, fp8=None, pipeline_model_parallel_size=1, context_parallel_size=1,
+    gated_linear_unit=True, add_bias_linear=False, delay_wgrad_compute=False, fp8=None,
+    pipeline_model_parallel_size=1, context_parallel_size=1,
 )  # fmt: skip
 WRONG: dict[str, Any] = {
     "moe_token_dispatcher_type": "flex",
@@ -45,6 +47,7 @@ WRONG: dict[str, Any] = {
     "moe_router_force_biased": 0.5,
     "fp8": "hybrid",
     "fp4": "e2m1",
+    "gated_linear_unit": False,
 }
 
 
@@ -53,12 +56,14 @@ def config(**changes: Any) -> SimpleNamespace:
 
 
 def test_a_plain_configuration_is_served() -> None:
-    refuse(config(), (*LAYER_LIMITS, *DOMINO_LIMITS), "it")
+    refuse(config(), (*LAYER_LIMITS, *DOMINO_LIMITS, *REPLICA_LIMITS), "it")
     refuse_recompute(config(), "it")
     scaled_for_pieces(config(), "it")
 
 
-@pytest.mark.parametrize("limit", (*LAYER_LIMITS, *DOMINO_LIMITS, *RECOMPUTE_LIMITS), ids=lambda limit: limit.flag)
+@pytest.mark.parametrize(
+    "limit", (*LAYER_LIMITS, *DOMINO_LIMITS, *RECOMPUTE_LIMITS, *REPLICA_LIMITS), ids=lambda limit: limit.flag
+)
 def test_each_flag_is_refused_by_its_name(limit: Any) -> None:
     value = WRONG.get(limit.flag, True)
     with pytest.raises(RecipeError) as caught:

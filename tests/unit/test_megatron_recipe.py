@@ -100,8 +100,8 @@ def test_combinations_are_refused(path: Path) -> None:
         (["moe.router=sigmoid", "moe.normalize_weights=false"], "Megatron always divides"),
         (["moe.router=grouped", "moe.num_groups=2"], "has another meaning in Megatron"),
         (
-            ["replica.slots=2", "parallel.ep_size=2"],
-            "replica.slots = 2 is not served: Megatron's experts take no second",
+            ["replica.slots=2", "parallel.ep_size=2", "megatron.dispatcher=native"],
+            "replica.slots = 2 needs a dispatcher of moe_ep",
         ),
         (["megatron.transformer_engine=true", "parallel.backend=gloo"], "needs a GPU"),
     ):
