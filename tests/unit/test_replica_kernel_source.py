@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -103,6 +104,12 @@ def check_plan(
     assert torch.equal(instances, want.instances), case
     assert int(peak.max()) == int(want.max_load), case
     assert bool(peak.max() == bound.max()) == bool(want.exact), case
+
+
+def test_no_float_is_near() -> None:
+    for path in [*KERNELS.glob("plan*.cu*"), *KERNELS.glob("fixed_rows*"), *KERNELS.glob("reroute*")]:
+        code = re.sub(r"//.*", "", path.read_text())
+        assert re.findall(r"\b(?:float|double|half|__\w*2float\w*)\b|\d\.\d", code) == [], path.name
 
 
 @pytest.mark.parametrize("name", ADVERSARIAL)

@@ -54,6 +54,13 @@ def logical(made: Plan, physical: Tensor) -> Tensor:
     return torch.where(physical >= 0, torch.tensor(table)[physical], -1)
 
 
+def in_order(ids: Tensor, dest: Tensor, rows_ER: Tensor, rank: int) -> bool:
+    """The rows of each expert, by token and then by k: its own rank's first, then the others' by rank."""
+    own_first = [rank, *(other for other in range(rows_ER.shape[1]) if other != rank)]
+    expected = [torch.tensor(own_first).repeat_interleave(rows[own_first]) for rows in rows_ER]
+    return all(torch.equal(dest[ids == expert], wanted) for expert, wanted in enumerate(expected))
+
+
 @settings(max_examples=150)
 @given(tokens(), st.integers(0, 3), st.sampled_from([1, 1, 5]))
 def test_every_instance_gets_its_quota_and_every_route_its_expert(
@@ -73,6 +80,7 @@ def test_every_instance_gets_its_quota_and_every_route_its_expert(
         valid = ids >= 0
         here.index_put_((ids[valid], moved.expert_ids[valid] // per_rank), torch.tensor(1), accumulate=True)
         assert torch.equal(here, split(made, rank))
+        assert in_order(ids, moved.expert_ids // per_rank, here, rank)
         own = torch.minimum(made.load[rank], made.quota[:, rank])
         assert torch.equal(here[:, rank], own.long())  # as much as possible stays
         realised += here
