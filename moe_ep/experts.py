@@ -175,5 +175,5 @@ class SplitExperts(GroupedExperts):
             return None
         return (
             "they compute a rank's own experts and its copies in two calls, whose rows are split on the host, and this "
-            "dispatcher reads no counts there (leave capacity_factor unset, or take experts = 'quack')"
+            "dispatcher reads no counts there (leave capacity_factor and budget_rows unset, or take experts = 'quack')"
         )

@@ -138,7 +138,7 @@ def refusals(group: dist.ProcessGroup, rank: int) -> list[str]:
 def test_experts_in_two_calls_need_counts_on_the_host(pool: RankPool) -> None:
     for without, with_counts in pool.run(refusals):
         assert without.startswith("RecipeError: replica.slots = 2 cannot be had with experts = 'torch'")
-        assert "leave capacity_factor unset, or take experts = 'quack'" in without
+        assert "leave capacity_factor and budget_rows unset, or take experts = 'quack'" in without
         assert with_counts == "built"
 
 
