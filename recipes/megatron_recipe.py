@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 
 from moe_ep.schema import require
-from recipes.recipe import SECTIONS, Recipe, check_sections_known, override, read_tables, recipe_of, section_of
+from recipes.recipe import SECTIONS, Recipe, recipe_of, section_of
+from recipes.recipe_tables import check_sections_known, override, read_tables
 from recipes.sections import CheckpointSection
 
 

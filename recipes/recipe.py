@@ -7,7 +7,6 @@ needs the running job (is the dispatcher usable on this machine?) is asked when 
 from __future__ import annotations
 
 import dataclasses
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +20,7 @@ from moe_ep.schema import from_mapping, nearest, require
 from recipes.data import VOCAB_SIZE
 from recipes.model import ModelConfig
 from recipes.options import Options, options_to_toml, take_options, toml_text
+from recipes.recipe_tables import check_sections_known, override, read_tables
 from recipes.sections import (
     CheckpointSection,
     DataSection,
@@ -118,7 +118,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 def recipe_of(tables: dict[str, Any], overrides: Sequence[str], path: str) -> Recipe:
     """A recipe from the tables of `path`; see `load_recipe`."""
     check_sections_known(tables, SECTIONS, path)
-    changed = [override(tables, text, path) for text in overrides]
+    changed = [override(tables, text, path, SECTIONS) for text in overrides]
     sections = {}
     moe, options = take_options(tables.get("moe", {}), {key.name for key in dataclasses.fields(MoESection)}, path)
     if "moe" in tables:
@@ -181,61 +181,6 @@ def section_of(cls: type, table: Any, where: str) -> Any:
     """
     require(isinstance(table, Mapping), f"{where} = {table!r} must be a table")
     return from_mapping(cls, table, where)
-
-
-def read_tables(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file.
-
-    Raises:
-        RecipeError: it cannot be read, or is no TOML.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as err:
-        raise RecipeError(f"{path}: cannot read the recipe: {getattr(err, 'strerror', None) or err}") from err
-    try:
-        tables = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as err:
-        raise RecipeError(f"{path}: not valid TOML: {err}") from err
-    return tables
-
-
-def check_sections_known(tables: Mapping[str, Any], known: Mapping[str, type], path: str) -> None:
-    """Refuse a table that is no section.
-
-    Raises:
-        RecipeError: with the nearest one.
-    """
-    for name in tables:
-        require(name in known, f"{path}: unknown section [{name}]; {nearest(name, known)}")
-
-
-def override(tables: dict[str, Any], text: str, path: str, known: Mapping[str, type] | None = None) -> str:
-    """Apply one `section.key=value` in place and return the section's name; `known` sections, SECTIONS if None."""
-    sections = SECTIONS if known is None else known
-    unicode = not any("\ud800" <= letter <= "\udfff" for letter in text)  # what of the command line was no UTF-8
-    require(unicode, f"{path}: override {text!a} is not UTF-8, which recipe.toml could not hold; use another name")
-    key, equals, value = text.partition("=")
-    section, dot, name = key.strip().partition(".")
-    require(bool(equals and dot and name), f"{path}: override {text!r} must read section.key=value")
-    where = f"{path}: override {text!r}"
-    require(section in sections, f"{where}: unknown section {section!r}; {nearest(section, sections)}")
-    table = tables.setdefault(section, {})
-    require(isinstance(table, dict), f"{path}: [{section}] = {table!r} must be a table")
-    *parents, name = name.split(".")  # moe.NAME.key is a key of the dispatcher NAME
-    for parent in parents:
-        table = table.setdefault(parent, {})
-        require(isinstance(table, dict), f"{where}: {parent} = {table!r} must be a table")
-    table[name] = _toml_value(value.strip())
-    return section
-
-
-def _toml_value(text: str) -> Any:
-    try:
-        parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
-        return text
-    return parsed["value"] if len(parsed) == 1 else text
 
 
 def check_world(recipe: Recipe, world_size: int) -> None:
