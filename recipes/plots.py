@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from recipes.metrics import read_rows
+from recipes.metrics_file import read_rows
 
 
 def draw(folder: Path) -> list[Path]:

@@ -23,7 +23,7 @@ from recipes.build import build, make_way, resume
 from recipes.files import replace_text, unwritable, writing
 from recipes.generate import generate
 from recipes.lock import FolderLock
-from recipes.metrics import MetricsFile, Row, closing_line, console_line, read_rows
+from recipes.metrics_file import MetricsFile, Row, closing_line, console_line, read_rows
 from recipes.ranks import Ranks
 from recipes.recipe import Recipe, to_toml
 from recipes.train_loop import Trainer, save, train_step, validate, with_validation

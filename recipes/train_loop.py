@@ -30,7 +30,8 @@ from recipes.corpus import CorpusInfo
 from recipes.data import Batch, TrainData, ValidData
 from recipes.entries import Entries
 from recipes.identity import identity
-from recipes.metrics import Row, StepSums, Tally, flops_per_token, load_fields, peak_mib, peak_tflops
+from recipes.metrics import StepSums, Tally, flops_per_token, load_fields, peak_mib, peak_tflops
+from recipes.metrics_file import Row
 from recipes.model import Decoder, loss_sum
 from recipes.optim import ShardedAdamW, learning_rate
 from recipes.parallel import set_last_micro_batch

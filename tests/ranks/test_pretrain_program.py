@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from moe_ep import doctor
-from recipes.metrics import Row
+from recipes.metrics_file import Row
 from recipes.recipe import load_recipe
 from tests.ranks.launch import PROGRAM, run, start
 from tests.ranks.small_recipe import write
