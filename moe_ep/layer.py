@@ -166,9 +166,14 @@ class MoELayer(nn.Module):
         if self.replicas is None:
             return None
         sharded = hasattr(self.experts, "unshard")
-        masters = None if sharded else (self.experts.w_gate_up, self.experts.w_down)
+        weights = self.experts.w_gate_up, self.experts.w_down
         return self.replicas.open(
-            masters, self.layer_index, micro_batch, num_micro_batches=num_micro_batches, users=users
+            None if sharded else weights,
+            self.layer_index,
+            micro_batch,
+            num_micro_batches=num_micro_batches,
+            users=users,
+            trained=any(weight.requires_grad for weight in weights),
         )
 
     @eager
@@ -201,10 +206,14 @@ class MoELayer(nn.Module):
         lease = routed[0].lease
         if self.replicas is None or lease is None:
             return
-        with stage_range("replicas", self.layer_index, routed[0].micro_batch):
-            moved = self.replicas.route(lease, [each.routing for each in routed])
-            for each, routing in zip(routed, moved, strict=True):
-                each.routing, each.rank_rows = routing, self.replicas.rank_rows(routing)
+        try:
+            with stage_range("replicas", self.layer_index, routed[0].micro_batch), releasing(lease):
+                moved = self.replicas.route(lease, [each.routing for each in routed])
+                for each, routing in zip(routed, moved, strict=True):
+                    each.routing, each.rank_rows = routing, self.replicas.rank_rows(routing)
+        except BaseException as err:
+            self.dispatcher.raise_everywhere(err, f"{lease.where} (replicas)")
+            raise
 
     @eager
     def pack(self, routed: Routed, *, waits: frozenset[Link] | None = None, num_micro_batches: int = 1) -> LayerFlight:

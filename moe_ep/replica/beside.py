@@ -53,12 +53,13 @@ class CopiesBeside(WithReplicas):
         self._flight: _BesideFlight = _BesideFlight(where, users, self._masters)
         self._token: Tensor = _Home.apply(self._flight, *masters)
         self._both = ()
+        self._trained = False
 
     def join(self) -> None:
         """See WithReplicas; here there are slots alone."""
         if self._both:
             return
-        trained = torch.is_grad_enabled() and self._token.requires_grad
+        trained = torch.is_grad_enabled() and self._trained
         slots = [weight.data.requires_grad_(trained) for weight in self._flight.slots()]
         self._both = _Slots.apply(self._flight, self._token, *slots)
 
@@ -142,7 +143,7 @@ class LeaseBeside(Lease):
     """
 
     def __init__(self, masters: Sequence[Tensor], *, late: bool, **others: int) -> None:
-        super().__init__(None, **others)
+        super().__init__(None, **others, trained=any(master.requires_grad for master in masters))
         self._own = tuple(masters)
         self._replicas = None if late else self._copies()
 
@@ -155,9 +156,9 @@ class LeaseBeside(Lease):
         if self._replicas is None:
             if self._late is None:
                 raise ProtocolError(f"{self.where}: its experts run before it was routed; call ReplicaRuntime.route")
-            placed, lane, second_pass = self._late
+            placed, lane, second_pass, trained = self._late
             self._replicas = self._copies()
-            self._replicas.sync(placed, lane, second_pass=second_pass)
+            self._replicas.sync(placed, lane, second_pass=second_pass, trained=trained)
         return self._replicas.take()[1]
 
     def _copies(self) -> CopiesBeside:

@@ -127,6 +127,7 @@ def _require(holds: bool, broken: str) -> None:
 
 
 def copy_bytes(config: MoEConfig) -> int:
-    """Weights and float32 gradients of one copy."""
+    """Weights and gradients of one copy; gradients are float32, or float64 of float64 weights."""
     elements = 3 * config.hidden_size * config.expert_intermediate_size
-    return elements * (getattr(torch, config.dtype).itemsize + 4)
+    itemsize: int = getattr(torch, config.dtype).itemsize
+    return elements * (itemsize + max(4, itemsize))

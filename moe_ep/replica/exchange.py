@@ -40,15 +40,21 @@ class Exchange:
         if alarm is not None and self._twin is not None:
             include(alarm, self._twin)
 
-    def message(self, routing: Routing, layer: int, micro_batch: int, num_micro_batches: int) -> Tensor:
-        """Load, fault and place of one micro-batch, int64 [E+3]."""
-        place = routing.expert_ids.new_full((1,), place_of(layer, micro_batch, num_micro_batches))
-        return torch.cat([expert_load(routing.expert_ids, self.num_experts), routing_status(routing), place])
+    def message(
+        self, routing: Routing, layer: int, micro_batch: int, num_micro_batches: int, *, trained: bool
+    ) -> Tensor:
+        """Load, whether this rank trains its experts, fault and place of one micro-batch, int64 [E+4]."""
+        load_E, place = (
+            expert_load(routing.expert_ids, self.num_experts),
+            place_of(layer, micro_batch, num_micro_batches),
+        )
+        trains, at = (routing.expert_ids.new_full((1,), value) for value in (int(trained), place))
+        return torch.cat([load_E, trains, routing_status(routing), at])
 
     def failure(self, device: torch.device, layer: int, micro_batch: int) -> Tensor:
         """The message of a rank that fails before it has a routing."""
         words = [int(Fault.BAD_INPUT), 0, place_of(layer, micro_batch)]
-        return torch.tensor([0] * self.num_experts + words, device=device)
+        return torch.tensor([0] * (self.num_experts + 1) + words, device=device)
 
     def gather(self, what: str, message: Tensor) -> Tensor:
         """Everybody's message, [R, n] on its device. Collective.
@@ -66,7 +72,7 @@ class Exchange:
         return everybody
 
     def check(self, gathered: Tensor, where: str) -> None:
-        """Raise what any rank's message says is wrong. `gathered` [R, E+3] on the host.
+        """Raise what any rank's message says is wrong. `gathered` [R, E+4] on the host.
 
         Raises:
             InputError, NonFiniteError: a fault of this rank. PeerError: one of another rank, or ranks that are not at

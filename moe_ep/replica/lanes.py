@@ -55,9 +55,14 @@ class SlotLane:
 
     @property
     def holder(self) -> Holder | None:
-        """Who holds it and is not through; None: it is free."""
+        """Who holds it and is not through; None: it is free.
+
+        What is held in backward is free again once no backward runs: it came to its end, or to an exception.
+        """
         found = None if self._holder is None else self._holder()
-        return None if found is None or found.phase in (Phase.IDLE, Phase.THROUGH) else found
+        if found is None or found.phase in (Phase.IDLE, Phase.THROUGH):
+            return None
+        return None if found.phase is not Phase.FORWARD and not in_backward() else found
 
     def claim(self, by: Holder) -> None:
         """Take the lane, with whatever an abandoned holder left under way.
@@ -79,6 +84,11 @@ class SlotLane:
         """An operation on these slots; whoever has them next waits for it, should its owner be gone."""
         self._last = flight
         return flight
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside of a backward."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def overrun(where: str, holders: Sequence[Holder]) -> str:

@@ -16,19 +16,26 @@ class Lease:
     """Made by `ReplicaRuntime.open`; the experts take masters and slots from it.
 
     Attributes:
-        layer, micro_batch, num_micro_batches, users: see `ReplicaRuntime.open`.
+        layer, micro_batch, num_micro_batches, users, trained: see `ReplicaRuntime.open`.
         where: for messages.
         plans: of each micro-batch that shares the lease, all on one placement.
     """
 
     def __init__(
-        self, masters: Sequence[Tensor] | None, layer: int, micro_batch: int, num_micro_batches: int, users: int
+        self,
+        masters: Sequence[Tensor] | None,
+        layer: int,
+        micro_batch: int,
+        num_micro_batches: int,
+        users: int,
+        trained: bool = True,
     ) -> None:
         self.layer, self.micro_batch, self.num_micro_batches, self.users = layer, micro_batch, num_micro_batches, users
+        self.trained = trained
         together = "" if users == 1 else f" to {micro_batch + users - 1}"
         self.where = f"layer {layer}, micro-batch {micro_batch}{together}"
         self.plans: list[Plan] = []
-        self._late: tuple[Plan, SlotLane, bool] | None = None
+        self._late: tuple[Plan, SlotLane, bool, bool] | None = None
         self._replicas = None if masters is None else WithReplicas(masters, self.where, users)
 
     def check_unused(self) -> None:
@@ -40,7 +47,7 @@ class Lease:
         if self.plans:
             raise ProtocolError(f"{self.where}: this lease has a plan already; open one for each layer and micro-batch")
 
-    def begin(self, plans: list[Plan], placed: Plan, lane: SlotLane, *, second_pass: bool) -> None:
+    def begin(self, plans: list[Plan], placed: Plan, lane: SlotLane, *, second_pass: bool, trained: bool) -> None:
         """Take the plans, and send the weights on their way as `placed` says, if they are there.
 
         Raises:
@@ -48,9 +55,9 @@ class Lease:
         """
         self.plans = plans
         if self._replicas is None:
-            self._late = placed, lane, second_pass
+            self._late = placed, lane, second_pass, trained
         else:
-            self._replicas.sync(placed, lane, second_pass=second_pass)
+            self._replicas.sync(placed, lane, second_pass=second_pass, trained=trained)
 
     def join(self) -> None:
         """Between launch and end of dispatch: in backward rows then go home before gradients do."""
@@ -66,9 +73,9 @@ class Lease:
         if self._replicas is None:
             if self._late is None:
                 raise ProtocolError(f"{self.where}: its experts run before it was routed; call ReplicaRuntime.route")
-            placed, lane, second_pass = self._late
+            placed, lane, second_pass, trained = self._late
             self._replicas = WithReplicas(masters, self.where, self.users)
-            self._replicas.sync(placed, lane, second_pass=second_pass)
+            self._replicas.sync(placed, lane, second_pass=second_pass, trained=trained)
         own, slots = self._replicas.take()
         return _pair(own), _pair(slots)
 

@@ -18,7 +18,7 @@ from ..kernels.library import missing
 from ..kernels.replica_sync import DEFAULT_BLOCKS, SlotPeers, SlotShape
 from ..streams import comm_stream
 from .plan import Plan
-from .transport import GroupTransport, InFlight, SlotBuffers, Tensors
+from .transport import GroupTransport, InFlight, SlotBuffers, Tensors, ended, launched
 
 
 class PeerSlots(SlotBuffers):
@@ -65,7 +65,7 @@ class PeerTransport(GroupTransport):
         device, what = like[0].device, "replicas over peer memory"
         parts = tuple((master[0].numel(), master.element_size()) for master in like)
         shape = SlotShape(num_ranks=self.num_ranks, num_local=like[0].shape[0], slots=slots, parts=parts)
-        preflight(what, {"slots and parameters": (slots, parts)}, _reasons(shape, device), group, one_host=True)
+        preflight(what, {"slots and parameters": (slots, parts)}, _reasons(shape, like[0]), group, one_host=True)
         flags, _, weights_at, grads_at, num_bytes = shape.layout()
         advice = "use fewer slots, or another transport"
         self._memory = PeerMemory(num_bytes, group, device, stop_at=flags.stop, advice=advice)
@@ -107,8 +107,8 @@ class PeerTransport(GroupTransport):
             fn(plan.instances, tensors)
             return (), []
 
-        flight = self._comm.launch(f"{name} of replicas", issue, keep=(plan, *tensors))
-        return InFlight(lambda: _ended(flight.wait()))
+        flight = launched(self._comm, name, issue, (plan.instances, *tensors))
+        return InFlight(lambda: ended(flight.wait()))
 
     def _own(self, slots: Tensors, own: Tensors) -> None:
         """Refuse slots that the other ranks cannot reach."""
@@ -116,13 +116,11 @@ class PeerTransport(GroupTransport):
             raise InputError("slots must lie in peer memory; use the transport's own buffers as slots")
 
 
-def _ended(_: tuple[Tensor, ...]) -> None:
-    return None
-
-
-def _reasons(shape: SlotShape, device: torch.device) -> list[str]:
-    if device.type != "cuda":
-        return [f"the masters are on {device}, and kernels need a GPU; take another transport"]
+def _reasons(shape: SlotShape, master: Tensor) -> list[str]:
+    if not master.is_cuda:
+        return [f"the masters are on {master.device}, and kernels need a GPU; take another transport"]
+    if master.dtype == torch.float64:
+        return ["the masters are torch.float64, and kernels add gradients in float32; take another transport"]
     reasons = [f"{why}; take another transport"] if (why := shape.refusal()) is not None else []
     if (why := missing(torch.cuda.current_device())) is not None:
         reasons.append(f"its kernels are not to be had: {why}")

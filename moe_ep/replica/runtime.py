@@ -46,11 +46,13 @@ class Planned(NamedTuple):
         plans: of each micro-batch.
         placed: the first of them, as the transport reads it.
         lane: which slots are used.
+        trained: whether any rank trains its experts, so that all ranks send gradients home.
     """
 
     plans: list[Plan]
     placed: Plan
     lane: int
+    trained: bool
 
 
 class ReplicaRuntime:
@@ -69,6 +71,10 @@ class ReplicaRuntime:
         self.exchange = Exchange(self.group, config.num_experts, dispatcher.alarm)
         self.lanes: list[SlotLane] = []
         self._sum: Tensor | None = None  # of the last plan, where no host reads it
+
+    def __deepcopy__(self, memo: dict[int, object]) -> ReplicaRuntime:
+        """The runtime itself, as with the dispatcher: copies of a layer share its slots."""
+        return self
 
     @property
     def host_syncs(self) -> int:
@@ -93,6 +99,7 @@ class ReplicaRuntime:
         *,
         num_micro_batches: int = 1,
         users: int = 1,
+        trained: bool = True,
     ) -> Lease:
         """Begin with the replicas of one micro-batch in one layer.
 
@@ -103,8 +110,9 @@ class ReplicaRuntime:
             micro_batch: likewise; the first one of those that share the lease.
             num_micro_batches: how many interleave.
             users: how many share the lease.
+            trained: whether this rank's experts ask for gradients; the ranks need not agree.
         """
-        return Lease(masters, layer, micro_batch, num_micro_batches, users)
+        return Lease(masters, layer, micro_batch, num_micro_batches, users, trained)
 
     def check_device(self, device: torch.device) -> None:
         """Refuse what the ranks cannot exchange loads from.
@@ -130,7 +138,7 @@ class ReplicaRuntime:
         device = routings[0].expert_ids.device
         planned: Planned = replayed(lambda: self._plan(lease, routings, device))
         lane = self._lane(planned.lane, lease, device)
-        lease.begin(planned.plans, planned.placed, lane, second_pass=in_second_pass())
+        lease.begin(planned.plans, planned.placed, lane, second_pass=in_second_pass(), trained=planned.trained)
         return [self._moved(lease, routing, each) for routing, each in zip(routings, planned.plans, strict=True)]
 
     def rank_rows(self, moved: Routing) -> Tensor:
@@ -159,7 +167,7 @@ class ReplicaRuntime:
         """Between steps: see that nobody holds slots any more.
 
         Raises:
-            ProtocolError: who does; a micro-batch was routed and its experts never ran, or backward stopped half-way.
+            ProtocolError: who does; a micro-batch was routed and its experts never ran.
         """
         held = [lane.holder for lane in self.lanes]
         who = "; ".join(f"{holder.where} {holder.phase.value}" for holder in held if holder is not None)
@@ -185,17 +193,23 @@ class ReplicaRuntime:
         number = self._free_lane(lease)
         on_host = self._on_host(self._lane(number, lease, device))
         messages = [
-            self.exchange.message(routing, lease.layer, lease.micro_batch + i, lease.num_micro_batches)
+            self.exchange.message(
+                routing, lease.layer, lease.micro_batch + i, lease.num_micro_batches, trained=lease.trained
+            )
             for i, routing in enumerate(routings)
         ]
         what = f"exchange of loads of {lease.where}"
-        plans = self._on_host_plans(what, lease, messages) if on_host else [self._device_plan(what, lease, messages[0])]
+        trained = True  # where no host reads whether anybody does
+        if on_host:
+            plans, trained = self._on_host_plans(what, lease, messages)
+        else:
+            plans = [self._device_plan(what, lease, messages[0])]
         placed = plans[0]
         if on_host and device.type != "cpu":  # read once, not at every operation
             placed = dataclasses.replace(placed, instances=placed.instances.cpu())
-        return Planned(plans, placed if self.lanes[number].transport.reads_plan else plans[0], number)
+        return Planned(plans, placed if self.lanes[number].transport.reads_plan else plans[0], number, trained)
 
-    def _on_host_plans(self, what: str, lease: Lease, messages: list[Tensor]) -> list[Plan]:
+    def _on_host_plans(self, what: str, lease: Lease, messages: list[Tensor]) -> tuple[list[Plan], bool]:
         everybody = self.exchange.gather(what, torch.cat(messages))
         read = everybody.cpu()
         for told in self._parts(read, lease):
@@ -208,10 +222,10 @@ class ReplicaRuntime:
         compared = self.exchange.gather(f"comparison of plans of {lease.where}", sums)
         for values in compared.cpu().T.tolist():
             check_sums(values, lease.where)
-        return plans
+        return plans, any(bool(told[:, self.config.num_experts].any()) for told in self._parts(read, lease))
 
     def _parts(self, everybody: Tensor, lease: Lease) -> tuple[Tensor, ...]:
-        """[R, E+3] of each micro-batch."""
+        """[R, E+4] of each micro-batch."""
         return everybody.view(self.num_ranks, lease.users, -1).unbind(1)
 
     def _device_plan(self, what: str, lease: Lease, message: Tensor) -> Plan:

@@ -5,9 +5,9 @@ has two fences. The *entry* fence: every rank is done with the old contents of i
 complete). The *exit* fence: my slots are filled (or have been read), so that the next user may have them. Neither is
 left to whatever communicates next, as Dots-Infra/UltraEP does.
 
-Gradients are float32 and added in one order, the home's own first, then its replicas by rank, so the sum repeats bit
-for bit on every transport. Slots that were used are zeroed by their owner behind the exit fence; others are never
-touched.
+Gradients are float32 (float64 of float64 masters) and added in one order, the home's own first, then its replicas by
+rank, so the sum repeats bit for bit on every transport. Slots that were used are zeroed by their owner behind the exit
+fence; others are never touched.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..alarm_registry import launch_unlogged
+from ..dispatch.collectives import all_to_all
 from ..errors import InputError, PlanError, lost_peer
+from ..in_flight import InFlight as Launched
+from ..streams import CommStream, Launch, comm_stream
 from .plan import Plan
 
 Tensors = Sequence[Tensor]
-Message = tuple[Callable[..., Any], Tensor, int]  # isend or irecv, what, to or from which rank
 _WEIGHTS, _GRADS = 1, 2  # tags: an operation's messages meet only each other
 _BATCH = 16  # replicas whose messages are posted at once
 
@@ -50,8 +52,13 @@ def copies(plan: Plan) -> list[Copy]:
     return [Copy(expert // plan.num_local, expert % plan.num_local, rank, slot) for expert, rank, slot in sorted(found)]
 
 
+def grad_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What gradients of masters of a dtype are added in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 class SlotBuffers:
-    """Weights [S, ...] and float32 gradients [S, ...] of a rank's slots, one of each for every parameter of an expert.
+    """Weights [S, ...] and gradients [S, ...] of a rank's slots, one of each for every parameter of an expert.
 
     No parameters: nothing of them is in a state dict, an optimizer or a gradient norm.
 
@@ -63,7 +70,7 @@ class SlotBuffers:
     def __init__(self, slots: int, like: Tensors) -> None:
         with torch.inference_mode(False):  # made in an evaluation, they must still serve training
             self.weights = tuple(torch.zeros((slots, *m.shape[1:]), dtype=m.dtype, device=m.device) for m in like)
-            self.grads = tuple(torch.zeros(w.shape, dtype=torch.float32, device=w.device) for w in self.weights)
+            self.grads = tuple(torch.zeros(w.shape, dtype=grad_dtype(w.dtype), device=w.device) for w in self.weights)
 
 
 class InFlight:
@@ -114,14 +121,15 @@ class Transport(abc.ABC):
 
         Args:
             plan: the same on every rank.
-            slot_grads: float32 [S, ...] each; the used ones are zero when `wait` returns.
-            master_grads: float32 [L, ...] each, with the home's own part; complete when `wait` returns.
+            slot_grads: [S, ...] each, of the dtype that `grad_dtype` gives for the masters'; the used ones are zero
+                when `wait` returns.
+            master_grads: [L, ...] each, of the same dtype, with the home's own part; complete when `wait` returns.
 
         Raises:
             InputError: tensors that do not fit the plan or each other. PeerError: another rank failed.
         """
         self._check(plan, master_grads, slot_grads)
-        wrong = [t.dtype for t in (*slot_grads, *master_grads) if t.dtype != torch.float32]
+        wrong = [t.dtype for t in (*slot_grads, *master_grads) if t.dtype != grad_dtype(t.dtype)]
         if wrong:
             raise InputError(f"gradients are added in float32, got {wrong[0]}; hand in float32 buffers")
         return self._pull(plan, slot_grads, master_grads)
@@ -178,12 +186,22 @@ def zero_used(plan: Plan, rank: int, slot_grads: Tensors) -> None:
         grads[used] = 0
 
 
-class GroupTransport(Transport):
-    """Point-to-point messages in a process group, one for each replica and parameter: gloo on CPUs, NCCL on GPUs.
+class Message(NamedTuple):
+    """A tensor to another rank, or from it into this memory."""
 
-    A receiver posts its receives when its slots are free, and its waits end when they are filled: for two-sided
-    messages that is the entry and the exit fence of each pair, and ranks that exchange nothing need none. With NCCL
-    both are ordered behind what the current stream holds at the launch, and before what it gets after `wait`.
+    tensor: Tensor
+    peer: int
+    is_sent: bool
+
+
+class GroupTransport(Transport):
+    """Messages in a process group, one for each replica and parameter: gloo on CPUs, NCCL on GPUs.
+
+    A receiver is ready when its slots are free, and its waits end when they are filled: for two-sided messages that is
+    the entry and the exit fence of each pair, and ranks that exchange nothing need none. On a GPU they travel from rank
+    to rank, without a copy, ordered behind what the current stream holds at the launch and before what it gets after
+    `wait`; nobody can make up for them should a rank fail. On a CPU all of an operation's are one all-to-all, for which
+    the others can, so the group serves on.
 
     Args:
         group: the expert-parallel ranks. With NCCL the constructor is collective: it makes the communicator, which a
@@ -204,12 +222,11 @@ class GroupTransport(Transport):
             for copy in some:
                 for master, slot in zip(masters, slots, strict=True):
                     if copy.home == self.rank:
-                        messages.append((dist.isend, master[copy.local].detach().contiguous(), copy.rank))
+                        messages.append(Message(master[copy.local].detach().contiguous(), copy.rank, True))
                     elif copy.rank == self.rank:
-                        messages.append((dist.irecv, slot[copy.slot], copy.home))
+                        messages.append(Message(slot[copy.slot], copy.home, False))
             batches.append(messages)
-        works = self._launch("weight_sync", _WEIGHTS, batches)
-        return InFlight(lambda: self._wait("weight_sync", works))
+        return InFlight(self._launch("weight_sync", _WEIGHTS, batches, slots[0].device))
 
     def _pull(self, plan: Plan, slot_grads: Tensors, master_grads: Tensors) -> InFlight:
         batches, sums = [], []
@@ -218,40 +235,75 @@ class GroupTransport(Transport):
             for copy in some:
                 for total, part in zip(master_grads, slot_grads, strict=True):
                     if copy.rank == self.rank:
-                        messages.append((dist.isend, part[copy.slot], copy.home))
+                        messages.append(Message(part[copy.slot], copy.home, True))
                     elif copy.home == self.rank:
-                        arrived = torch.empty(total.shape[1:], device=total.device)
-                        messages.append((dist.irecv, arrived, copy.rank))
+                        arrived = torch.empty(total.shape[1:], dtype=total.dtype, device=total.device)
+                        messages.append(Message(arrived, copy.rank, False))
                         sums.append((total[copy.local], arrived))
             batches.append(messages)
-        works = self._launch("grad_reduce", _GRADS, batches)
+        wait = self._launch("grad_reduce", _GRADS, batches, slot_grads[0].device)
 
         def finish() -> None:
-            self._wait("grad_reduce", works)
+            wait()
             for total, arrived in sums:
                 total += arrived
             zero_used(plan, self.rank, slot_grads)
 
         return InFlight(finish)
 
-    def _launch(self, what: str, tag: int, batches: list[list[Message]]) -> tuple[list[Any], list[list[Message]]]:
-        """Post everything; the messages come back too, whose tensors must live until the works are done."""
+    def _launch(self, what: str, tag: int, batches: list[list[Message]], device: torch.device) -> Callable[[], None]:
+        """Send everything; returns what waits for it. All ranks have as many batches."""
+        if device.type == "cuda":
+            return self._post(what, tag, batches)
+        return self._exchange(what, [message for some in batches for message in some], device) if batches else _nothing
+
+    def _exchange(self, what: str, messages: list[Message], device: torch.device) -> Callable[[], None]:
+        """All of them as one all-to-all of bytes."""
+        messages = sorted(messages, key=lambda message: message.peer)  # of one pair in the order of both
+        sent, received = ([m for m in messages if m.is_sent == is_sent] for is_sent in (True, False))
+        payload = torch.cat([_bytes(m.tensor) for m in sent] or [torch.empty(0, dtype=torch.uint8, device=device)])
+
+        def start() -> tuple[tuple[Tensor, ...], list[Any]]:
+            to_each, from_each = (self._bytes_of_each(some) for some in (sent, received))
+            out = payload.new_empty(sum(from_each))
+            return (out,), all_to_all(out, payload, from_each, to_each, self._group)
+
+        flight = launched(comm_stream(device, self._group), what, start, (payload,))
+
+        def wait() -> None:
+            (arrived,) = flight.wait()
+            for message, part in zip(received, arrived.split([m.tensor.nbytes for m in received]), strict=True):
+                _bytes(message.tensor).copy_(part)
+
+        return wait
+
+    def _bytes_of_each(self, messages: list[Message]) -> list[int]:
+        return [sum(m.tensor.nbytes for m in messages if m.peer == rank) for rank in range(self.num_ranks)]
+
+    def _post(self, what: str, tag: int, batches: list[list[Message]]) -> Callable[[], None]:
+        """One by one; what is returned keeps the messages, whose tensors must live until they have travelled."""
         launch_unlogged(self._group)
         works = []
         try:
             for messages in batches:
                 ops = [
-                    dist.P2POp(op, _bytes(tensor), group=self._group, group_peer=peer, tag=tag)
-                    for op, tensor, peer in messages
+                    dist.P2POp(
+                        dist.isend if is_sent else dist.irecv,
+                        _bytes(tensor),
+                        group=self._group,
+                        group_peer=peer,
+                        tag=tag,
+                    )
+                    for tensor, peer, is_sent in messages
                 ]
                 works += dist.batch_isend_irecv(ops) if ops else []
         except RuntimeError as err:
             raise lost_peer(f"{what} of replicas", err) from err
-        return works, batches
+        return lambda: self._wait(what, works, batches)
 
-    def _wait(self, what: str, flying: tuple[list[Any], list[list[Message]]]) -> None:
+    def _wait(self, what: str, works: list[Any], _batches: list[list[Message]]) -> None:
         try:
-            for work in flying[0]:
+            for work in works:
                 work.wait()
         except RuntimeError as err:
             raise lost_peer(f"{what} of replicas", err) from err
@@ -268,6 +320,23 @@ class GroupTransport(Transport):
 def batched(all_copies: list[Copy]) -> list[list[Copy]]:
     """Pieces of one list, alike on all ranks: hundreds of messages at once hung NCCL (sgl-project/sglang#30829)."""
     return [all_copies[first : first + _BATCH] for first in range(0, len(all_copies), _BATCH)]
+
+
+def launched(comm: CommStream, what: str, start: Launch, keep: Tensors) -> Launched:
+    """Launch an operation on replicas, which ranks compare at the end of a step as they do rows."""
+    flight = comm.launch(f"{what} of replicas", start, keep=keep)
+    if flight.alarm is not None:
+        flight.alarm.launches.note(what)
+    return flight
+
+
+def ended(_: object) -> None:
+    """A wait of which nobody needs the results."""
+    return
+
+
+def _nothing() -> None:
+    """Nothing was launched."""
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ from ..tracing import Role, transfer_range
 from .lanes import Phase, SlotLane
 from .main_grad import deliver
 from .plan import Plan
-from .transport import InFlight
+from .transport import InFlight, grad_dtype
 
 Tensors = tuple[Tensor, ...]
 
@@ -52,19 +52,22 @@ class WithReplicas:
         # the nodes hold the flight and not this object, which holds their results: no cycle that nobody could collect
         self._masters: Tensors = _Wait.apply(self._flight, *masters)
         self._both: Tensors = ()
+        self._trained = False
 
     @property
     def flight(self) -> Flight:
         """What holds the lane."""
         return self._flight
 
-    def sync(self, plan: Plan, lane: SlotLane, *, second_pass: bool = False) -> None:
+    def sync(self, plan: Plan, lane: SlotLane, *, second_pass: bool = False, trained: bool | None = None) -> None:
         """Launch weight_sync. Collective.
 
         Args:
             plan: of this micro-batch.
             lane: free, or the flight's own already.
             second_pass: an activation checkpoint runs this for the sake of its backward, which finds the weights there.
+            trained: whether any rank's masters ask for gradients, so that all ranks take part in sending them home;
+                None: this rank's masters say so for all.
 
         Raises:
             ProtocolError: a second plan, or a lane that another micro-batch holds.
@@ -75,6 +78,7 @@ class WithReplicas:
                 f"{self._flight.where}: these replicas have a plan already; make new ones for each layer and "
                 "micro-batch"
             )
+        self._trained = any(master.requires_grad for master in self._masters) if trained is None else trained
         self._flight.begin(plan, lane, self._detached(), second_pass)
 
     def join(self) -> None:
@@ -82,7 +86,7 @@ class WithReplicas:
         if self._both:
             return
         flight = self._flight
-        trained = torch.is_grad_enabled() and any(master.requires_grad for master in self._masters)
+        trained = torch.is_grad_enabled() and self._trained
         # aliases without the buffers' version counters, see above
         slots = [weight.data.requires_grad_(trained) for weight in flight.slots()]
         self._both = _Launch.apply(flight, *self._masters, *slots)
@@ -210,7 +214,7 @@ class Flight:
         self.phase = Phase.IDLE
 
     def wait_grads(self) -> Tensors:
-        """The masters' complete gradients, float32."""
+        """The masters' complete gradients, see `grad_dtype`."""
         if self._grads is None:
             raise ProtocolError(
                 f"{self.where}: the masters had a backward and their experts had none; give the experts what take gave"
@@ -257,12 +261,17 @@ class _Launch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, flight: Flight, *both: Tensor) -> Tensors:
         ctx.flight = flight
-        return tuple(tensor.view_as(tensor) for tensor in both)
+        results = tuple(tensor.view_as(tensor) for tensor in both)
+        # frozen masters beside trained ones of other ranks: their experts compute no gradient for them
+        ctx.mark_non_differentiable(
+            *(t for t, needed in zip(results, ctx.needs_input_grad[1:], strict=True) if not needed)
+        )
+        return results
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         masters, slots = grads[: len(grads) // 2], grads[len(grads) // 2 :]
-        ctx.flight.launch_grads(tuple(grad.to(torch.float32, copy=True) for grad in masters), slots)
+        ctx.flight.launch_grads(tuple(grad.to(grad_dtype(grad.dtype), copy=True) for grad in masters), slots)
         return (None, *masters, *(None for _ in slots))
 
 
