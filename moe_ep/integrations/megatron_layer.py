@@ -87,6 +87,11 @@ class MegatronMoELayer(MoELayer):
         several = group if group.size() > 1 else None
         check_replicas(chosen, several)
         self.dispatcher: Dispatcher = build_dispatcher(chosen.dispatch(group.size()), several)
+        if getattr(config, "deterministic_mode", False) and not self.dispatcher.capabilities.deterministic:
+            raise RecipeError(
+                f"deterministic_mode = True is not supported by dispatcher {dispatcher!r}, whose results may differ "
+                "from run to run; unset it, or choose another dispatcher"
+            )
         # The stock dispatcher, built by Megatron just now, holds nothing but settings.
         groups = _Groups(self, pg_collection)
         copies = ExpertCopies(self, chosen, self.dispatcher, pg_collection) if copied.slots else None

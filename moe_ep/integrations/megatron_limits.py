@@ -37,14 +37,26 @@ def _listed(value: Any) -> list[Any]:
 
 _OVERLAP = "it drives Megatron's own dispatchers stage by stage; interleave micro-batches with use_domino instead"
 _PADDING = "rows are neither dropped nor padded here; unset it"
+_FLEX = "only Megatron's flex dispatcher reads it; unset it, and give num_sms and options to use_moe_ep"
+_SPLIT = "an expert is not split here; set it to 1"
+_GRAPH = "tickets are not restored by a graph's replay; "
+
+
+def _default(*values: Any) -> Callable[[Any], bool]:
+    return lambda value: value is None or value in values
+
 
 LAYER_LIMITS = (
     Limit("moe_token_dispatcher_type", lambda v: v in ("alltoall", "allgather"), "set it to 'alltoall': ours replaces"
           " that one, and 'flex' would start another library first"),
-    Limit("expert_tensor_parallel_size", _one, "an expert is not split here; set it to 1"),
+    Limit("expert_tensor_parallel_size", _one, _SPLIT),
+    Limit("expert_gtp_weight_remat_size", _one, _SPLIT + ", and expert_tensor_parallel_num_weight_shards, too"),
+    Limit("moe_extended_tp", _off, "an expert is not split here; unset it"),
     Limit("overlap_moe_expert_parallel_comm", _off, _OVERLAP),
     Limit("overlap_dispatch_backward_with_experts_wgrad", _off, _OVERLAP),
     Limit("delay_wgrad_compute", _off, _OVERLAP),
+    Limit("ep_overlap_early_attn_memory_release", _off, _OVERLAP),
+    Limit("high_priority_a2a_comm_stream", _off, _OVERLAP + ", whose stream has a high priority"),
     Limit("moe_shared_expert_overlap", _off, "shared experts are run by Megatron's dispatchers then; unset it"),
     Limit("moe_expert_capacity_factor", lambda v: v is None, _PADDING),
     Limit("moe_pad_expert_input_to_capacity", _off, _PADDING),
@@ -54,14 +66,26 @@ LAYER_LIMITS = (
     Limit("moe_token_dropping", _off, _PADDING),
     Limit("moe_pad_experts_for_cuda_graph_inference", _off, _PADDING),
     Limit("moe_paged_stash", _off, "it needs rows padded to a capacity; unset it"),
-    Limit("cuda_graph_impl", _off, "tickets are not restored by a graph's replay; set it to 'none'"),
-    Limit("enable_cuda_graph", _off, "tickets are not restored by a graph's replay; unset it"),
-    Limit("external_cuda_graph", _off, "tickets are not restored by a graph's replay; unset it"),
+    Limit("cuda_graph_impl", _off, _GRAPH + "set it to 'none'"),
+    Limit("enable_cuda_graph", _off, _GRAPH + "unset it"),
+    Limit("external_cuda_graph", _off, _GRAPH + "unset it"),
     Limit("transformer_impl", lambda v: v != "inference_optimized", "it exchanges the dispatcher for inference"),
+    Limit("moe_enable_deepep", _off, _FLEX),
+    Limit("moe_flex_dispatcher_num_sms", _default(), _FLEX),
+    Limit("moe_deepep_num_sms", _default(20), _FLEX),
+    Limit("moe_hybridep_num_sms", _default(16), _FLEX),
+    Limit("moe_hybridep_num_sms_preprocessing", _default(108), _FLEX),
+    Limit("moe_hybridep_num_blocks_permute", _default(), _FLEX),
+    Limit("moe_hybridep_num_blocks_unpermute", _default(), _FLEX),
+    Limit("moe_hybridep_pad_uneven_dispatch_inputs", _off, _FLEX),
+    Limit("moe_permute_fusion_into_hybridep", _off, _FLEX),
+    Limit("moe_ncclep_static_shape", _off, _FLEX),
+    Limit("moe_ncclep_zero_copy", _off, _FLEX),
 )  # fmt: skip
 
 DOMINO_LIMITS = (
     Limit("tensor_model_parallel_size", _one, "tried without tensor parallelism only; set it to 1"),
+    Limit("gtp_weight_remat_size", _one, "tried with whole weights only; set tensor_parallel_num_weight_shards to 1"),
     Limit("pipeline_model_parallel_size", _one, "tried without pipeline stages only; set it to 1"),
     Limit("context_parallel_size", _one, "tried without context parallelism only; set it to 1"),
     Limit("hidden_dropout", _off, "the routed experts' output is added where it arrives, without dropout; set it to 0"),
