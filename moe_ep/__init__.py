@@ -24,12 +24,12 @@ from .errors import (
     RecipeError,
     Unavailable,
 )
+from .expert_input import ExpertInput
 from .experts_registry import register_experts
 from .flights import MoEAux
 from .gradients import clip_grad_norm_, grad_norm
 from .layer import MoELayer
 from .pending import Pending
-from .permute import ExpertInput
 from .recompute import recompute_context_fn, recompute_region
 from .routing import Routing
 from .step import moe_layers, total_aux_loss, update_routers

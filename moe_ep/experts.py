@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from .autocast import no_autocast
 from .config import MoEConfig
 from .eager import eager
+from .expert_input import ExpertInput, split_input
 from .experts_checks import check_input, check_reserve
 from .initial import generator_for, normal_
-from .permute import ExpertInput, split_input
 from .schema import require
 from .sms import leave_free
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .errors import InputError, Unavailable
-from .permute import ExpertInput
+from .expert_input import ExpertInput
 from .sms import num_sms
 
 if TYPE_CHECKING:

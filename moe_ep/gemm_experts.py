@@ -10,8 +10,8 @@ from torch import Tensor
 
 from .activation import scaled, swiglu
 from .config import MoEConfig
+from .expert_input import ExpertInput
 from .experts import SplitExperts, Weights
-from .permute import ExpertInput
 
 SIZE_MULTIPLE = 8  # kernels read 16 bytes of a row at a time
 

@@ -27,7 +27,8 @@ from torch.autograd.function import once_differentiable
 
 from .activation import activate, activate_backward, scale_, zero_tail_
 from .autocast import no_autocast
-from .permute import ExpertInput, gather_rows
+from .expert_input import ExpertInput
+from .permute import gather_rows
 from .sms import leave_free, left_free
 
 ROW_ALIGNMENT = 16  # bytes, of grouped_mm's row strides and addresses

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .activation import scaled, swiglu
+from .expert_input import ExpertInput
 from .experts import GroupedExperts, Weights
 from .experts_registry import register_experts
-from .permute import ExpertInput
 
 
 @register_experts("loop")

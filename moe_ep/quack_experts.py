@@ -11,9 +11,9 @@ from torch import Tensor
 from . import quack_library
 from .config import MoEConfig
 from .errors import Unavailable
+from .expert_input import ExpertInput
 from .experts import GroupedExperts, Weights
 from .experts_registry import register_experts
-from .permute import ExpertInput
 from .quack_mlp import quack_swiglu
 
 DTYPES = (torch.bfloat16, torch.float16)

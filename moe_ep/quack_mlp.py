@@ -22,8 +22,9 @@ from torch.autograd.function import once_differentiable
 from . import quack_gemms, quack_library
 from .activation import scale_, zero_tail_
 from .errors import InputError, Unavailable
+from .expert_input import ExpertInput
 from .grouped_mlp import aligned, known_total
-from .permute import ExpertInput, sum_rows
+from .permute import sum_rows
 from .quack_library import Library
 from .sms import left_free
 

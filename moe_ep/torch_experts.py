@@ -7,10 +7,10 @@ from torch import Tensor
 
 from .config import MoEConfig
 from .errors import Unavailable
+from .expert_input import ExpertInput
 from .experts import SplitExperts, Weights
 from .experts_registry import register_experts
 from .grouped_mlp import grouped_swiglu
-from .permute import ExpertInput
 from .sms import grouped_mm_refusal
 
 

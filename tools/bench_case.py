@@ -12,7 +12,7 @@ from torch import Tensor
 from moe_ep.config import DispatchConfig
 from moe_ep.dispatch import Ticket, build_dispatcher
 from moe_ep.errors import MoEError
-from moe_ep.permute import ExpertInput
+from moe_ep.expert_input import ExpertInput
 from moe_ep.routing import Routing
 
 from .bench_candidates import Candidate

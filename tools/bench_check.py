@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_ep.expert_input import ExpertInput
 from moe_ep.layer import MoELayer
-from moe_ep.permute import ExpertInput
 from moe_ep.routing import Routing
 
 from .bench_setting import Place, Setting, gather, sum_ranks

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_ep.expert_input import ExpertInput
 from moe_ep.experts import GroupedExperts
-from moe_ep.permute import ExpertInput
 
 from .bench_setting import Place, sum_ranks
 

@@ -25,8 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this folder is n
 from moe_ep.config import DispatchConfig
 from moe_ep.dispatch import deepep_library
 from moe_ep.dispatch.deepep_rows import inverse, slot_order
-from moe_ep.permute import gather_rows, sort_routes, sum_rows
+from moe_ep.permute import gather_rows, sum_rows
 from moe_ep.routing import Routing
+from moe_ep.sorted_routes import sort_routes
 from moe_ep.testing.table_deepep import FORMS
 from tools import library_bench
 from tools.bench_options import split

@@ -24,11 +24,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this folder is n
 
 from moe_ep import quack_gemms, quack_library
 from moe_ep.errors import RecipeError
+from moe_ep.expert_input import ExpertInput
 from moe_ep.grouped_mlp import grouped_swiglu
-from moe_ep.permute import ExpertInput, gather_rows, sort_routes, sum_rows
+from moe_ep.permute import gather_rows, sum_rows
 from moe_ep.quack_library import Library
 from moe_ep.quack_mlp import quack_swiglu
 from moe_ep.sms import leave_free
+from moe_ep.sorted_routes import sort_routes
 from tools.bench_ops import DENSE_TFLOPS
 from tools.rows import RowFile, machine_header, make_row
 from tools.shapes import Shape, balanced_ids, parse_shape

@@ -11,10 +11,12 @@ from moe_ep.kernels.routes import count_message, count_message_reference
 from torch import Tensor
 
 from moe_ep.activation import activate, activate_backward, scale_, zero_tail_
+from moe_ep.expert_input import ExpertInput
 from moe_ep.grouped_mlp import grouped_swiglu
-from moe_ep.permute import ExpertInput, SortedRoutes, gather_rows, regroup, sort_routes, sum_rows
+from moe_ep.permute import gather_rows, sum_rows
 from moe_ep.recompute import choose_experts
 from moe_ep.scoring import mask_logits, weigh_routes
+from moe_ep.sorted_routes import SortedRoutes, regroup, sort_routes
 
 from .shapes import Shape, balanced_ids
 

@@ -16,10 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..config import DispatchConfig
+from ..expert_input import ExpertInput
 from ..faults import NUM_WORDS, Fault, raise_faults
 from ..in_flight import InFlight
-from ..permute import ExpertInput, SortedRoutes, gather_rows, sort_routes, sum_rows
+from ..permute import gather_rows, sum_rows
 from ..routing import NO_ROUTE, Routing
+from ..sorted_routes import SortedRoutes, sort_routes
 from .base import Dispatcher
 from .capabilities import Capabilities
 from .collectives import all_gather

@@ -10,11 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..config import DispatchConfig
+from ..expert_input import ExpertInput
 from ..fault_words import count_message
 from ..faults import NUM_WORDS, Fault, raise_faults
 from ..in_flight import InFlight
-from ..permute import ExpertInput, SortedRoutes, gather_routes, gather_rows, regroup, sort_routes, sum_rows
+from ..permute import gather_routes, gather_rows, sum_rows
 from ..routing import Routing
+from ..sorted_routes import SortedRoutes, regroup, sort_routes
 from .base import Dispatcher
 from .capabilities import Capabilities
 from .collectives import all_to_all

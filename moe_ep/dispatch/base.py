@@ -19,10 +19,10 @@ from ..config import DispatchConfig
 from ..config_checks import check_num_micro_batches
 from ..eager import eager
 from ..errors import InputError, MoEError, PeerError, ProtocolError, RecipeError
+from ..expert_input import ExpertInput
 from ..faults import Fault
 from ..order import in_stage, told
 from ..peers import is_out_of_step, is_reported, mark_everywhere, mark_reported
-from ..permute import ExpertInput
 from ..routing import Routing
 from ..schedule_steps import Link
 from ..tracing import stage_range

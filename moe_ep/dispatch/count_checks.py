@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ..errors import ProtocolError
+from ..expert_input import ExpertInput
 from ..order import Order
-from ..permute import ExpertInput
 
 
 def check_counts(where: str, name: str, order: Order, expert_ids: Tensor, num_experts: int, rows: ExpertInput) -> None:

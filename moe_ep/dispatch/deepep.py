@@ -12,12 +12,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..config import DispatchConfig
+from ..expert_input import ExpertInput
 from ..fault_words import status_words
 from ..faults import NUM_WORDS, Fault, raise_faults
 from ..in_flight import InFlight
 from ..machine import loaded_nccl
-from ..permute import ExpertInput, SortedRoutes, sort_routes
 from ..routing import NO_ROUTE, Routing
+from ..sorted_routes import SortedRoutes, sort_routes
 from . import deepep_library as found
 from .base import Dispatcher
 from .capabilities import Capabilities

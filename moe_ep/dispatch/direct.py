@@ -11,11 +11,11 @@ from torch import Tensor
 
 from ..alarm_registry import launch_unlogged
 from ..config import DispatchConfig
+from ..expert_input import ExpertInput
 from ..faults import Fault, raise_faults
 from ..kernels.direct import Peers, rank_routes
 from ..kernels.direct_types import MAX_RANKS, Codes, Shape, Trip
 from ..kernels.library import missing
-from ..permute import ExpertInput
 from ..routing import Routing
 from .base import Dispatcher
 from .capabilities import Capabilities

@@ -8,9 +8,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..expert_input import ExpertInput
 from ..faults import Fault, raise_faults
-from ..permute import ExpertInput, SortedRoutes, gather_rows, sort_routes, sum_rows
+from ..permute import gather_rows, sum_rows
 from ..routing import Routing
+from ..sorted_routes import SortedRoutes, sort_routes
 from .base import Dispatcher
 from .capabilities import Capabilities
 from .registry import register_dispatcher

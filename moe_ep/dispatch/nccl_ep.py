@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..config import DispatchConfig
+from ..expert_input import ExpertInput
 from ..faults import NUM_WORDS, Fault, raise_faults
 from ..in_flight import InFlight
-from ..permute import ExpertInput
 from ..routing import NO_ROUTE, Routing
 from .base import Dispatcher
 from .capabilities import Capabilities

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..expert_input import ExpertInput
 from ..faults import Fault
 from ..in_flight import InFlight
-from ..permute import ExpertInput, SortedRoutes, sort_routes
 from ..routing import Routing
+from ..sorted_routes import SortedRoutes, sort_routes
 from .nccl_ep_engine import Engine, Lease
 from .nccl_ep_rows import cut, library_routes, pad
 from .nccl_ep_transfer import Combine, Dispatch

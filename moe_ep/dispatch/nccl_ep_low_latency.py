@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..expert_input import ExpertInput
 from ..in_flight import InFlight
-from ..permute import ExpertInput, sum_rows
+from ..permute import sum_rows
 from ..routing import NO_ROUTE, Routing
 from .nccl_ep_engine import Lease, LibraryGroup, refusals, stream_of
 from .nccl_ep_rows import arrange, cut, library_routes, number_rows, pad

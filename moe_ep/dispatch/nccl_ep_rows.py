@@ -6,8 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..permute import ExpertInput, gather_rows, sort_routes
+from ..expert_input import ExpertInput
+from ..permute import gather_rows
 from ..routing import NO_ROUTE, Routing
+from ..sorted_routes import sort_routes
 
 NUMBER_BYTES = 16  # behind a low-latency row; an int32 in front of padding
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..permute import ExpertInput, SortedRoutes, gather_rows, make_offsets, sum_rows
+from ..expert_input import ExpertInput
+from ..permute import gather_rows, sum_rows
+from ..sorted_routes import SortedRoutes, make_offsets
 
 
 def unique_input(

@@ -21,8 +21,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..dispatch.base import Dispatcher
 from ..dispatch.ticket import Stage, Ticket
 from ..errors import InputError, ProtocolError
+from ..expert_input import ExpertInput
 from ..flights import releasing
-from ..permute import ExpertInput
 from ..replica.beside import LeaseBeside
 from ..routing import NO_ROUTE, Routing
 from .megatron_replicas import ExpertCopies

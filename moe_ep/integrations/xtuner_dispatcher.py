@@ -15,7 +15,7 @@ from ..dispatch.base import Dispatcher
 from ..dispatch.registry import build_dispatcher as build_inner
 from ..dispatch.ticket import Ticket
 from ..errors import InputError, ProtocolError
-from ..permute import ExpertInput
+from ..expert_input import ExpertInput
 from ..routing import Routing
 
 Result = dict[str, Any]

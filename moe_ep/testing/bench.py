@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..dispatch import Dispatcher, Ticket
-from ..permute import ExpertInput
+from ..expert_input import ExpertInput
 from ..routing import Routing
 from .cases import LAYER, Case, Layout, make_experts, make_input
 from .expert_rows import expert_rows

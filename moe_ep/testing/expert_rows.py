@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from ..permute import ExpertInput
+from ..expert_input import ExpertInput
 
 NAN = float("nan")
 

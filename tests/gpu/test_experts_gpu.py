@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from moe_ep.config import MoEConfig
+from moe_ep.expert_input import ExpertInput
 from moe_ep.experts import GroupedExperts
 from moe_ep.experts_registry import build_experts
-from moe_ep.permute import ExpertInput, make_offsets
+from moe_ep.sorted_routes import make_offsets
 from moe_ep.testing.oracle import RankInput, SwiGLUExperts, run_oracle
 
 pytestmark = pytest.mark.gpu(1)

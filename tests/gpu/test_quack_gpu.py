@@ -14,8 +14,8 @@ from torch import Tensor
 from moe_ep import quack_library
 from moe_ep.config import MoEConfig
 from moe_ep.dispatch import close_dispatchers
+from moe_ep.expert_input import ExpertInput
 from moe_ep.layer import MoELayer
-from moe_ep.permute import ExpertInput
 from moe_ep.quack_mlp import quack_swiglu
 from tests.gpu.test_experts_gpu import COUNTS, build, check, make_input, poison
 

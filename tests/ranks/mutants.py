@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_ep.dispatch import Dispatcher, Ticket, find_dispatcher, register_dispatcher
-from moe_ep.permute import ExpertInput
+from moe_ep.expert_input import ExpertInput
 from moe_ep.routing import Routing
 
 All2All = find_dispatcher("all2all")

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from moe_ep.config import DispatchConfig
 from moe_ep.dispatch import Dispatcher, build_dispatcher
+from moe_ep.expert_input import ExpertInput
 from moe_ep.load import expert_load, imbalance, rank_load
-from moe_ep.permute import ExpertInput
 from moe_ep.replica import Plan, plan, reroute
 from moe_ep.replica.lanes import SlotLane
 from moe_ep.replica.transport import GroupTransport, InFlight, SlotBuffers, Tensors, copies

@@ -29,8 +29,8 @@ from moe_ep.debug import debug
 from moe_ep.dispatch.all2all import All2All
 from moe_ep.dispatch.row_transfers import AllToAllRows
 from moe_ep.dispatch.transfer import Flight, pack, start
+from moe_ep.expert_input import ExpertInput
 from moe_ep.order import RING, order_of
-from moe_ep.permute import ExpertInput
 from moe_ep.schedule import Schedule, schedule
 from moe_ep.schedule_steps import Kind
 from moe_ep.testing.ranks import RankPool

@@ -14,11 +14,12 @@ from torch import Tensor
 from moe_ep.activation import row_dot
 from moe_ep.config import MoEConfig
 from moe_ep.errors import InputError, RecipeError, Unavailable
+from moe_ep.expert_input import ExpertInput
 from moe_ep.experts import GroupedExperts
 from moe_ep.experts_registry import build_experts, register_experts
 from moe_ep.grouped_mlp import pad_inputs
-from moe_ep.permute import ExpertInput, make_offsets
 from moe_ep.shared_experts import SharedExperts
+from moe_ep.sorted_routes import make_offsets
 from moe_ep.testing.oracle import RankInput, SwiGLUExperts, run_oracle
 
 NAMES = ("torch", "loop")

@@ -20,9 +20,9 @@ from torch._subclasses import FakeTensorMode
 from moe_ep import scoring
 from moe_ep.activation import activate, activate_backward, scale_, zero_tail_
 from moe_ep.permute import gather_rows as torch_gather
-from moe_ep.permute import regroup as torch_regroup
-from moe_ep.permute import sort_routes as torch_sort
 from moe_ep.permute import sum_rows as torch_sum
+from moe_ep.sorted_routes import regroup as torch_regroup
+from moe_ep.sorted_routes import sort_routes as torch_sort
 
 from .test_permute import integers, routings
 

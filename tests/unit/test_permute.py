@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe_ep.permute import ExpertInput, gather_routes, gather_rows, make_offsets, sort_routes, sum_rows
+from moe_ep.expert_input import ExpertInput
+from moe_ep.permute import gather_routes, gather_rows, sum_rows
+from moe_ep.sorted_routes import make_offsets, sort_routes
 
 NAN = float("nan")
 

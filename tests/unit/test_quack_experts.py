@@ -14,9 +14,9 @@ from torch import Tensor
 from moe_ep import doctor, quack_experts, quack_library, sms
 from moe_ep.config import MoEConfig
 from moe_ep.errors import InputError, Unavailable
+from moe_ep.expert_input import ExpertInput
 from moe_ep.experts import GroupedExperts
 from moe_ep.experts_registry import build_experts, register_experts
-from moe_ep.permute import ExpertInput
 from moe_ep.quack_experts import compile_kernels
 from moe_ep.quack_library import Plans
 from moe_ep.quack_mlp import quack_swiglu

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import (
 
 from moe_ep.config import MoEConfig
 from moe_ep.errors import ProtocolError
-from moe_ep.permute import sort_routes
 from moe_ep.recompute import SAVED_OPS, recompute_context_fn, recompute_region
 from moe_ep.router import build_router
+from moe_ep.sorted_routes import sort_routes
 
 H, E, K, T = 8, 6, 2, 16
 

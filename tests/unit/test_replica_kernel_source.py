@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from moe_ep.load import expert_load
-from moe_ep.permute import sort_routes
 from moe_ep.replica import plan, reroute
 from moe_ep.replica.checks import Planner
 from moe_ep.routing import Routing
+from moe_ep.sorted_routes import sort_routes
 from tests.unit.test_replica_plan import ADVERSARIAL, COLDER, from_totals, random_case
 
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"

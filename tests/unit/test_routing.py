@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from moe_ep.errors import InputError
+from moe_ep.expert_input import ExpertInput
 from moe_ep.flights import MoEAux
 from moe_ep.losses import RouterAux
-from moe_ep.permute import ExpertInput
 from moe_ep.routing import Routing, count_bad_ids
 
 

@@ -14,10 +14,11 @@ from moe_ep.config import MoEConfig
 from moe_ep.dispatch import build_dispatcher
 from moe_ep.domino import DominoLayer, DominoStack
 from moe_ep.errors import InputError, Unavailable
+from moe_ep.expert_input import ExpertInput
 from moe_ep.experts_registry import build_experts
 from moe_ep.grouped_mlp import grouped_swiglu
 from moe_ep.layer import MoELayer
-from moe_ep.permute import ExpertInput, make_offsets
+from moe_ep.sorted_routes import make_offsets
 
 CONFIG = MoEConfig(hidden_size=8, expert_intermediate_size=8, num_experts=2, top_k=1, normalize_weights=False)
 
