@@ -41,7 +41,8 @@ def check_keys(given: Iterable[str], known: Iterable[str], where: str) -> None:
     """
     names = set(known)
     for key in given:
-        require(key in names, f"{where}: unknown key {key!r}; {nearest(key, names)}")
+        if key not in names:
+            raise RecipeError(f"{where}: unknown key {key!r}; {nearest(key, names)}")
 
 
 def known_keywords(cls: type[C]) -> type[C]:

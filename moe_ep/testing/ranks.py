@@ -120,7 +120,9 @@ class RankPool:
     def _start(self) -> None:
         context: Any = get_context(self._start_method or pick_start_method(self.device))
         if context.get_start_method() == "forkserver":
-            context.set_forkserver_preload(["torch", "torch.distributed", "moe_ep.testing.rank_main"])
+            # the last is what the first backward of a process imports, more than a second otherwise of every rank
+            preload = ["torch.distributed", "moe_ep.testing.rank_main", "torch.fx.experimental.symbolic_shapes"]
+            context.set_forkserver_preload(preload)
         self._folder = tempfile.mkdtemp(prefix="moe_ep_ranks_")
         longest = self.timeout_s + _GROUP_MARGIN_S
         settings = Settings(self.world_size, self.backend, self.device, self._folder, longest)

@@ -1,6 +1,7 @@
 """Runs recipes/pretrain.py on several ranks without torchrun: same variables, exit code and output of each rank.
 
 Ranks come from a fork server that has torch loaded, which saves some seconds a run; torchrun itself has its own tests.
+The text that a run ends with is a few tokens long: sampling takes as long as the training of such a model.
 """
 
 from __future__ import annotations
@@ -16,7 +17,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+# What the first backward, optimizer, FSDP2, checkpoint and picture of a process import: seconds of each rank otherwise.
+IMPORTED_LATE = [
+    "matplotlib.pyplot",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.fx.experimental.symbolic_shapes",
+]
 Prepare = Callable[[int], None]
+SAMPLE_TOKENS = 8
 PROGRAM = Path(__file__).resolve().parents[2] / "recipes" / "pretrain.py"
 
 
@@ -41,6 +51,9 @@ def serve(
     import torch
 
     torch.set_num_threads(1)
+    from recipes import session
+
+    session.SAMPLE_TOKENS = SAMPLE_TOKENS
     if prepare is not None:
         prepare(rank)
     sys.argv = [program, *arguments]
@@ -92,7 +105,7 @@ def start(
     `prepare(rank)` runs in each rank before the program, to plant a fault; a function of a module.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "moe_ep.testing.rank_main", "recipes.program"])
+    context.set_forkserver_preload(["moe_ep.testing.rank_main", "recipes.program", *IMPORTED_LATE])
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
