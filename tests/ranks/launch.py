@@ -39,13 +39,16 @@ def serve(
     output: str,
     prepare: Prepare | None,
     program: str,
+    nodes: int,
 ) -> None:
     """Become one rank."""
     out = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(out, 1)
     os.dup2(out, 2)
     os.chdir(folder)
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+    each = world // nodes
+    names = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": each, "MASTER_PORT": port}
+    names |= {"LOCAL_RANK": rank % each, "GROUP_RANK": rank // each}
     if world > 1:
         os.environ.update({**{name: str(value) for name, value in names.items()}, "MASTER_ADDR": "127.0.0.1"})
     import torch
@@ -99,10 +102,12 @@ def start(
     last_rank_only: tuple[str, ...] = (),
     prepare: Prepare | None = None,
     program: Path = PROGRAM,
+    nodes: int = 1,
 ) -> Job:
     """Start the program on `world` ranks in `folder`; the last rank may get further arguments.
 
-    `prepare(rank)` runs in each rank before the program, to plant a fault; a function of a module.
+    `prepare(rank)` runs in each rank before the program, to plant a fault; a function of a module. With several nodes
+    each rank has the variables of its node, as torchrun gives them.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["moe_ep.testing.rank_main", "recipes.program", *IMPORTED_LATE])
@@ -113,16 +118,16 @@ def start(
     job = Job([], [outputs / f"rank{rank}.txt" for rank in range(world)])
     for rank in range(world):
         extra = list(last_rank_only) if rank == world - 1 else []
-        call = (rank, world, port, arguments + extra, str(folder), str(job.outputs[rank]), prepare, str(program))
+        call = (rank, world, port, arguments + extra, str(folder), str(job.outputs[rank]), prepare, str(program), nodes)
         process = context.Process(target=serve, args=call)
         process.start()
         job.processes.append(process)
     return job
 
 
-def run(world: int, arguments: list[str], folder: Path, timeout_s: float = 100) -> Job:
+def run(world: int, arguments: list[str], folder: Path, timeout_s: float = 100, nodes: int = 1) -> Job:
     """Start and wait; all ranks must end with 0."""
-    job = start(world, arguments, folder)
+    job = start(world, arguments, folder, nodes=nodes)
     codes = job.wait(timeout_s)
     assert codes == [0] * world, f"exit codes {codes}:\n{job.text()}"
     return job

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +20,7 @@ from moe_ep.dispatch.all2all import All2All
 from moe_ep.errors import InputError
 from moe_ep.routing import NO_ROUTE, Routing
 from moe_ep.testing.ranks import RankPool
+from tests.ranks.launch import start
 from tools import bench_dispatch
 from tools.bench_dispatch import main
 from tools.bench_options import Options, parse_rates
@@ -292,23 +290,18 @@ def test_what_is_not_measured_is_refused(
     assert message in capsys.readouterr().err
 
 
-def test_the_command_under_torchrun(tmp_path: Path) -> None:
+def test_the_command_on_two_ranks(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *("tools/bench_dispatch.py", "--shape", "16,8,8,4,2", "--dispatchers", "local", "--strict"),
-        *("--iterations", "2", "--warmup", "1", "--out", str(out)),
-    ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1, "--strict: local is refused on two ranks\n" + done.stderr
+    command = ["--shape", "16,8,8,4,2", "--dispatchers", "local", "--strict", "--iterations", "2", "--warmup", "1"]
+    job = start(2, [*command, "--out", str(out)], tmp_path, program=ROOT / "tools" / "bench_dispatch.py")
+    assert job.wait() == [1, 1], "--strict: local is refused on two ranks\n" + job.text()
     header, rows = read_rows(out)
     assert header["argv"][0] == "tools/bench_dispatch.py" and header["argv"][-1] == "rows.jsonl"
     assert header["gpu"] is None or torch.cuda.is_available()
     assert [row["status"] for row in rows] == ["refused", *["ok"] * 4]
     assert str(tmp_path) not in json.dumps([header, rows])
     if not torch.cuda.is_available():
-        assert done.stdout.rstrip().endswith("they are not performance.")
+        assert job.text(0).rstrip().endswith("they are not performance.")
 
 
 def test_wrong_results_fail_the_command_without_strict_too(

@@ -309,6 +309,17 @@ def torchrun(arguments: list[str], folder: Path) -> subprocess.Popen:
     )  # fmt: skip
 
 
+def test_two_nodes_train_the_same_as_one(unbroken, tmp_path):
+    """Ranks of the second node have the local numbers of the first; what each says and writes goes by its own."""
+    folder, _ = unbroken
+    overrides = [*BIAS, "train.steps=8", "metrics.valid_every=4", "metrics.trace_steps=[3, 3]"]
+    job = run(WORLD, [str(write(tmp_path)), *overrides], tmp_path, nodes=2)
+    assert rows(tmp_path) == rows(folder)
+    assert {p.name for p in (tmp_path / "runs/small/trace").iterdir()} == {f"rank{rank}.json" for rank in range(WORLD)}
+    assert ["step 8/8" in job.text(rank) for rank in range(WORLD)] == [True, False, False, False]
+
+
+@pytest.mark.slow
 def test_two_agents_train_the_same_as_one_launcher(unbroken, tmp_path):
     """`torchrun --nnodes 2` on one machine, two ranks each, against four ranks started together."""
     folder, _ = unbroken
