@@ -12,7 +12,7 @@ from moe_ep.testing.ranks import RankError, RankPool
 from tests.ranks.mutants import HANGS, MUTANTS
 
 CASES = {case.name: case for case in contract.CASES}
-HANG_TIMEOUT_S = 8.0
+HANG_TIMEOUT_S = 4.0
 
 
 @pytest.fixture(scope="module")
