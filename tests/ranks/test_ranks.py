@@ -13,13 +13,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moe_ep.testing import ranks
 from moe_ep.testing.ranks import RankError, RankPool, pick_start_method, run_ranks
 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    with RankPool(4, timeout_s=30) as ranks:
-        yield ranks
+    with RankPool(4, timeout_s=30) as four:
+        yield four
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peers of a failed rank get a moment, as always, but a short one."""
+    monkeypatch.setattr(ranks, "GRACE_S", 0.5)
 
 
 def add_ranks(group: dist.ProcessGroup, rank: int, start: float) -> tuple[int, float, int]:
@@ -90,6 +97,7 @@ def test_a_hang_ends_in_time_with_every_late_ranks_stack(pool: RankPool) -> None
         assert "skip_collective_on" in text and "barrier" in text
 
 
+@pytest.mark.usefixtures("impatient")
 def test_peers_of_a_failed_rank_are_not_waited_for(pool: RankPool) -> None:
     start = time.monotonic()
     with pytest.raises(RankError, match="only rank 1") as error:
@@ -106,6 +114,7 @@ def test_a_killed_rank_is_named_with_its_exit_code(pool: RankPool) -> None:
     assert list(error.value.failures) == [0]
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_rank_killed_between_calls_is_reported_at_the_next(pool: RankPool) -> None:
     os.kill(pool.run(process_id)[1], signal.SIGKILL)
     with pytest.raises(RankError, match="died with exit code -9"):

@@ -91,10 +91,13 @@ def test_ranks_of_one_node_say_the_same_refusal_once_under_torchrun(be, agent, c
     assert capsys.readouterr().err.count("refused: ") == 2
 
 
-@pytest.mark.parametrize("name", MAINS)
 @pytest.mark.parametrize(
-    ("rank", "said"),
-    [(0, "only 1 of 2 ranks came within 1 s (train.timeout_s)"), (1, "where rank 0 should be, within 1 s")],
+    ("name", "rank", "said"),
+    [
+        ("pretrain", 0, "only 1 of 2 ranks came within 1 s (train.timeout_s)"),
+        ("pretrain", 1, "where rank 0 should be, within 1 s"),
+        ("export", 0, "only 1 of 2 ranks came within 1 s (train.timeout_s)"),
+    ],
 )
 def test_a_rank_that_never_comes_ends_the_other_with_3_and_a_sentence(be, small, capfd, name, rank, said) -> None:
     be(rank)
