@@ -23,7 +23,7 @@ SHARED_BYTES = {8: 163 << 10, 9: 227 << 10, 10: 227 << 10}  # of a block, by maj
 
 
 def plan_replicas(load: Tensor, slots: int, min_quota: int, tolerance: int, domain_size: int) -> Planned:
-    """Plan one micro-batch; one block a domain.
+    """Plan one micro-batch; one cluster of blocks a domain.
 
     Args:
         load: int32 [R, E] on a GPU. Values are not checked: negative ones, or a sum beyond 2^31 - 1, make a wrong plan.
@@ -33,10 +33,11 @@ def plan_replicas(load: Tensor, slots: int, min_quota: int, tolerance: int, doma
         domain_size: divides R.
 
     Returns:
-        quota int32 [E, R], instances int32 [R, S], peak and bound int32 [R / domain_size].
+        quota int32 [E, R], instances int32 [R, S], peak and bound int64 [R / domain_size].
 
     Raises:
-        KernelError: more ranks, experts or slots than fit into a block's shared memory.
+        KernelError: more ranks in a domain than a warp can hold, or more ranks, experts or slots than fit into a block's
+            shared memory.
     """
     made: Planned = plan_replicas_op(load, slots, min_quota, tolerance, domain_size)
     return made
@@ -46,6 +47,7 @@ def _plan_replicas(load: Tensor, slots: int, min_quota: int, tolerance: int, dom
     num_ranks, num_experts = load.shape
     num_domains = num_ranks // domain_size
     inside = num_experts // num_domains
+    _check_ranks(load, domain_size)
     needed = library(load.device.index).plan_shared_bytes(domain_size, inside, slots)
     limit = SHARED_BYTES.get(torch.cuda.get_device_capability(load.device)[0], 99 << 10)
     if needed > limit:
@@ -66,21 +68,33 @@ def plan_fixed_rows(load: Tensor, slots: int, domain_size: int) -> Planned:
         load: int32 [R, E] on a GPU.
         slots: S, at least L.
         domain_size: divides R.
+
+    Raises:
+        KernelError: more ranks in a domain than a warp can hold.
     """
     made: Planned = plan_fixed_rows_op(load, slots, domain_size)
     return made
 
 
 def _plan_fixed_rows(load: Tensor, slots: int, domain_size: int) -> Planned:
+    _check_ranks(load, domain_size)
     outputs = _outputs(load, slots, domain_size)
     launch("moe_ep_plan_fixed_rows", load, load.contiguous(), *outputs, *load.shape, domain_size, slots)
     return outputs
 
 
+def _check_ranks(load: Tensor, domain_size: int) -> None:
+    limit = library(load.device.index).plain("moe_ep_plan_most_ranks")()
+    if domain_size > limit:
+        raise KernelError(
+            f"the kernels plan up to {limit} ranks of a domain, got {domain_size}; plan in smaller domains, or on the host"
+        )
+
+
 def _outputs(load: Tensor, slots: int, domain_size: int) -> Planned:
     num_ranks, num_experts = load.shape
     quota, instances = load.new_empty(num_experts, num_ranks), load.new_empty(num_ranks, slots)
-    peak, bound = load.new_empty(num_ranks // domain_size), load.new_empty(num_ranks // domain_size)
+    peak, bound = (load.new_empty(num_ranks // domain_size, dtype=torch.int64) for _ in range(2))
     return quota, instances, peak, bound
 
 

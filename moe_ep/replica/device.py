@@ -47,8 +47,8 @@ def plan_on_device(
         else plan_replicas(load, slots, min_quota, tolerance, size)
     )
     quota, instances, peak, bound = made
-    most = peak.amax()
-    return Plan(load=load, quota=quota, instances=instances, max_load=most.long(), exact=most == bound.amax())
+    most, least = (peak[0], bound[0]) if size == load.shape[0] else (peak.amax(), bound.amax())
+    return Plan(load=load, quota=quota, instances=instances, max_load=most, exact=most == least)
 
 
 def reroute_on_device(routing: Routing, plan: Plan, rank: int) -> tuple[Routing, Tensor]:

@@ -1,5 +1,5 @@
-// CUDA's words for a host compiler: the threads of a block are fibers that run one after the other and meet at barriers.
-// A test puts this file in the place of kernels/common.cuh.
+// CUDA's words for a host compiler: the threads of a block, or of a cluster of blocks, are fibers that run one after the
+// other and meet at barriers. A test puts this file in the place of kernels/common.cuh and of kernels/cluster.cuh.
 #pragma once
 
 #include <ucontext.h>
@@ -8,6 +8,7 @@
 #include <climits>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <stdexcept>
 #include <vector>
 
@@ -23,6 +24,12 @@ struct int2 {
     int x, y;
 };
 inline int2 make_int2(int x, int y) { return {x, y}; }
+struct uint2 {
+    unsigned x, y;
+};
+struct int4 {
+    int x, y, z, w;
+};
 struct Index {
     int x;
 };
@@ -39,72 +46,94 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace moe_ep
 
-enum State { kRuns, kAtWarp, kAtBlock, kDone };
-constexpr int kStack = 1 << 16, kMost = 1024;
+enum State { kRuns, kAtWarp, kAtBlock, kAtCluster, kDone };
+constexpr int kStack = 1 << 16, kMost = 4096, kMemory = 1 << 18;
 static ucontext_t scheduler, fibers[kMost];
-static std::vector<char> stacks(static_cast<size_t>(kStack) * kMost);
+static std::unique_ptr<char[]> stacks(new char[static_cast<size_t>(kStack) * kMost]);  // touched where it is used
 static State states[kMost];
 static uint64_t passed[kMost];
 static std::function<void()> body;
+static int current, first_block, blocks_of_cluster;  // the fiber that runs, and the cluster whose blocks run
+static std::unique_ptr<int[]> memories(new int[static_cast<size_t>(kMemory) * 8]);  // shared memory of each block
 
+static void resume(int fiber) {
+    current = fiber;
+    threadIdx.x = fiber % blockDim.x;
+    blockIdx.x = first_block + fiber / blockDim.x;
+    swapcontext(&scheduler, &fibers[fiber]);
+}
+static void pause() { swapcontext(&fibers[current], &scheduler); }
 static void wait_at(State barrier) {
-    const int me = threadIdx.x;
-    states[me] = barrier;
-    swapcontext(&fibers[me], &scheduler);
-    threadIdx.x = me;
+    states[current] = barrier;
+    pause();
 }
 static void run_fiber() {
     body();
-    states[threadIdx.x] = kDone;
-    swapcontext(&fibers[threadIdx.x], &scheduler);
+    wait_at(kDone);
 }
 
-// Every thread to its next barrier; then the warps, or else the block, whose threads are all there.
+// Goes on with the fibers of a group if all of them, but those that are done, wait at the barrier.
+static bool release(int first, int count, State barrier) {
+    int waiting = 0, done = 0;
+    for (int f = first; f < first + count; ++f) waiting += states[f] == barrier, done += states[f] == kDone;
+    if (waiting == 0 || waiting + done != count) return false;
+    std::replace(states + first, states + first + count, barrier, kRuns);
+    return true;
+}
+
+// Every thread to its next barrier; then the warps, blocks or the cluster whose threads are all there.
 static bool advance(int threads) {
+    const int count = threads * blocks_of_cluster;
     bool moved = false;
-    for (int t = 0; t < threads; ++t) {
-        if (states[t] != kRuns) continue;
-        threadIdx.x = t;
+    for (int f = 0; f < count; ++f) {
+        if (states[f] != kRuns) continue;
         moved = true;
-        swapcontext(&scheduler, &fibers[t]);
+        resume(f);
     }
-    for (int warp = 0; warp < threads; warp += moe_ep::kWarp) {
-        if (std::count(states + warp, states + warp + moe_ep::kWarp, kAtWarp) != moe_ep::kWarp) continue;
-        std::fill(states + warp, states + warp + moe_ep::kWarp, kRuns);
-        moved = true;
-    }
-    const auto done = std::count(states, states + threads, kDone);
-    if (done == threads) return false;
-    if (done + std::count(states, states + threads, kAtBlock) == threads) {
-        std::replace(states, states + threads, kAtBlock, kRuns);
-        moved = true;
-    }
+    if (std::count(states, states + count, kDone) == count) return false;
+    for (int f = 0; f < count; f += moe_ep::kWarp) moved |= release(f, moe_ep::kWarp, kAtWarp);
+    for (int f = 0; f < count; f += threads) moved |= release(f, threads, kAtBlock);
+    moved |= release(0, count, kAtCluster);
     if (!moved) throw std::runtime_error("threads of a block wait at different barriers");
     return true;
 }
 
-static void launch(int grid, int threads, std::function<void()> kernel) {
-    gridDim.x = grid, blockDim.x = threads, body = std::move(kernel);
-    for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x) {
-        for (int t = 0; t < threads; ++t) {
-            getcontext(&fibers[t]);
-            fibers[t].uc_stack.ss_sp = &stacks[static_cast<size_t>(t) * kStack];
-            fibers[t].uc_stack.ss_size = kStack;
-            makecontext(&fibers[t], run_fiber, 0);
-            states[t] = kRuns;
+static void launch(int grid, int threads, std::function<void()> kernel, int cluster = 1) {
+    gridDim.x = grid, blockDim.x = threads, body = std::move(kernel), blocks_of_cluster = cluster;
+    if (threads * cluster > kMost || grid % cluster != 0) throw std::runtime_error("no such launch");
+    for (first_block = 0; first_block < grid; first_block += cluster) {
+        for (int f = 0; f < threads * cluster; ++f) {
+            getcontext(&fibers[f]);
+            fibers[f].uc_stack.ss_sp = &stacks[static_cast<size_t>(f) * kStack];
+            fibers[f].uc_stack.ss_size = kStack;
+            makecontext(&fibers[f], run_fiber, 0);
+            states[f] = kRuns;
         }
         while (advance(threads)) {
         }
     }
 }
 
+namespace moe_ep {
+
+inline int cluster_blocks() { return blocks_of_cluster; }
+inline int block_in_cluster() { return blockIdx.x - first_block; }
+inline int* block_memory() { return &memories[static_cast<size_t>(kMemory) * block_in_cluster()]; }
+inline void cluster_barrier() { wait_at(kAtCluster); }
+inline void cluster_put(int2* at, int2 value, int block) {
+    const auto offset = reinterpret_cast<int*>(at) - block_memory();
+    *reinterpret_cast<int2*>(&memories[static_cast<size_t>(kMemory) * block + offset]) = value;
+}
+
+}  // namespace moe_ep
+
 inline void __syncthreads() { wait_at(kAtBlock); }
 inline void __syncwarp() { wait_at(kAtWarp); }
 
 template <typename Combine>
 uint64_t exchange(uint64_t value, Combine combine) {
-    const int first = threadIdx.x / moe_ep::kWarp * moe_ep::kWarp;
-    passed[threadIdx.x] = value;
+    const int first = current / moe_ep::kWarp * moe_ep::kWarp;
+    passed[current] = value;
     wait_at(kAtWarp);
     const uint64_t result = combine(passed + first);
     wait_at(kAtWarp);
@@ -120,6 +149,7 @@ inline int __reduce_max_sync(unsigned, int value) {
         return static_cast<unsigned>(best);
     });
 }
+inline int __reduce_min_sync(unsigned all, int value) { return ~__reduce_max_sync(all, ~value); }
 inline unsigned __reduce_add_sync(unsigned, unsigned value) {
     return exchange(value, [](uint64_t* v) {
         uint64_t sum = 0;
@@ -142,9 +172,10 @@ inline int __shfl_up_sync(unsigned, int value, int step) {
     return __shfl_sync(0, value, from);
 }
 inline int __syncthreads_count(bool value) {
-    passed[threadIdx.x] = value;
+    const uint64_t* first = passed + current / blockDim.x * blockDim.x;
+    passed[current] = value;
     wait_at(kAtBlock);
-    const int count = static_cast<int>(std::count(passed, passed + blockDim.x, 1));
+    const int count = static_cast<int>(std::count(first, first + blockDim.x, 1));
     wait_at(kAtBlock);
     return count;
 }

@@ -28,11 +28,23 @@ KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 MAIN = """
 #include <utility>
 #include "fixed_rows.cuh"
+#include "plan_search.cuh"
 #include "reroute.cuh"
-namespace moe_ep { namespace { int shared[1 << 20]; } }
 using namespace moe_ep;
-extern "C" void run_plan(Plan* p) { launch(p->sources / p->ranks, kPlanThreads, [p] { plan_replicas(*p); }); }
-extern "C" void run_fixed(Plan* p) { launch(p->sources / p->ranks, kFixedThreads, [p] { plan_fixed_rows(*p); }); }
+template <int kPerLane>
+void run_plan(Plan p, int cluster) {
+    launch(p.sources / p.ranks * cluster, kPlanThreads, [p] { plan_replicas<kPerLane>(p); }, cluster);
+}
+template <int kPerLane>
+void run_fixed(Plan p) {
+    launch(p.sources / p.ranks, kPlanThreads, [p] { plan_fixed_rows<kPerLane>(p); });
+}
+extern "C" void run_plan(Plan* p, int per_lane, int cluster) {
+    per_lane == 2 ? run_plan<2>(*p, cluster) : per_lane == 8 ? run_plan<8>(*p, cluster) : run_plan<16>(*p, cluster);
+}
+extern "C" void run_fixed(Plan* p, int per_lane) {
+    per_lane == 2 ? run_fixed<2>(*p) : per_lane == 8 ? run_fixed<8>(*p) : run_fixed<16>(*p);
+}
 extern "C" void run_reroute(Lines* t, Routing* r, int blocks) {
     launch((t->E + 7) / 8, 256, [t] { make_lines(*t); });
     launch(blocks, 256, [t, r] { place_rows(*t, *r); });
@@ -71,9 +83,10 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
     if compiler is None:
         pytest.skip("no host C++ compiler (g++ or clang++) is installed")
     folder = tmp_path_factory.mktemp("source")
-    for name in ("plan.cuh", "fixed_rows.cuh", "reroute.cuh"):
-        shutil.copy(KERNELS / name, folder / name)
+    for source in (*KERNELS.glob("plan*.cuh"), KERNELS / "fixed_rows.cuh", KERNELS / "reroute.cuh"):
+        shutil.copy(source, folder / source.name)
     shutil.copy(Path(__file__).with_name("host_block.cuh"), folder / "common.cuh")
+    (folder / "cluster.cuh").write_text('#include "common.cuh"\n')
     (folder / "main.cpp").write_text(MAIN)
     flags = ["-O2", "-std=c++17", "-shared", "-fPIC", "-w"]
     subprocess.run([compiler, *flags, "main.cpp", "-o", "lib.so"], cwd=folder, check=True)
@@ -88,18 +101,23 @@ def check_plan(
     domain: int,
     tolerance: int = 0,
     planner: Planner = "quota",
+    cluster: int = 1,
+    per_lane: int = 2,
 ) -> None:
     num_ranks, num_experts = load.shape
     load = load.int().contiguous()
     quota = torch.full((num_experts, num_ranks), -7, dtype=torch.int32)
     instances = torch.full((num_ranks, slots), -7, dtype=torch.int32)
-    peak, bound = (torch.zeros(num_ranks // domain, dtype=torch.int32) for _ in range(2))
+    peak, bound = (torch.zeros(num_ranks // domain, dtype=torch.int64) for _ in range(2))
     outputs = [t.data_ptr() for t in (quota, instances, peak, bound)]
     sizes = (num_ranks, num_experts, domain, slots, min_quota, tolerance)
-    run = library.run_fixed if planner == "fixed_rows" else library.run_plan
-    run(ctypes.byref(PlanTask(load.data_ptr(), *sizes, *outputs)))
+    task = ctypes.byref(PlanTask(load.data_ptr(), *sizes, *outputs))
+    if planner == "fixed_rows":
+        library.run_fixed(task, per_lane)
+    else:
+        library.run_plan(task, per_lane, cluster)
     want = plan(load, slots, min_quota, planner, domain_size=domain, tolerance=tolerance)
-    case = (load.sum(0).tolist(), num_ranks, slots, min_quota, domain, tolerance, planner)
+    case = (load.sum(0).tolist(), num_ranks, slots, min_quota, domain, tolerance, planner, cluster)
     assert torch.equal(quota, want.quota), case
     assert torch.equal(instances, want.instances), case
     assert int(peak.max()) == int(want.max_load), case

@@ -49,10 +49,8 @@ inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return
 inline float __uint_as_float(unsigned bits) { float value; memcpy(&value, &bits, 4); return value; }
 inline uint4 __ldcg(const uint4* at) { return *at; }
 inline void __nanosleep(unsigned) {  // lets the block's other threads get on
-    const int me = threadIdx.x;
     sched_yield();
-    swapcontext(&fibers[me], &scheduler);
-    threadIdx.x = me;
+    pause();
 }
 inline void __threadfence() { __sync_synchronize(); }
 inline void __threadfence_system() { __sync_synchronize(); }
