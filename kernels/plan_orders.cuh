@@ -13,18 +13,25 @@ __device__ __forceinline__ void add_to(int* at, int4 v) {
 }
 __device__ __forceinline__ void add_to(int* at, int v) { atomicAdd(at, v); }
 
-// Columns of one or four experts a thread, sources in turn; the loads of 16 sources are under way at a time.
+// Columns of one or four experts a thread, sources in turn. All loads of a batch are under way before the first is added.
 template <typename V>
 __device__ void add_sources(const Plan& p, const Domain& d, int* total) {
-    constexpr int kWide = sizeof(V) / sizeof(int);
+    constexpr int kWide = sizeof(V) / sizeof(int), kBatch = 8;
     const int columns = d.E / kWide, threads = blockDim.x;
     const int parts = max(1, threads / columns), part = threadIdx.x / columns;
     for (int c = threadIdx.x % columns; part < parts && c < columns; c += threads) {
         V own{};
         const int* column = p.load + d.first_expert() + c * kWide;
-#pragma unroll 16
-        for (int s = part; s < p.sources; s += parts)
-            own = plus(own, __ldg(reinterpret_cast<const V*>(column + static_cast<int64_t>(s) * p.experts)));
+        for (int first = part; first < p.sources; first += kBatch * parts) {
+            V batch[kBatch];
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i) {
+                const int64_t at = static_cast<int64_t>(first + i * parts) * p.experts;
+                batch[i] = first + i * parts < p.sources ? __ldg(reinterpret_cast<const V*>(column + at)) : V{};
+            }
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i) own = plus(own, batch[i]);
+        }
         add_to(total + c * kWide, own);
     }
 }

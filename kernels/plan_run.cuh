@@ -15,7 +15,7 @@ struct Rule {
     bool ascending, largest, fill, careful;
 };
 
-__device__ __forceinline__ Rule rule_of(int bits) {
+__device__ __forceinline__ Rule rule_of(unsigned bits) {
     return {(bits & 1) != 0, (bits & 2) != 0, (bits & 4) != 0, (bits & 8) != 0};
 }
 
@@ -105,6 +105,7 @@ __device__ __forceinline__ unsigned usable(const Ranks<kPerLane>& ranks, const R
     }
     for (; doubtful != 0; doubtful &= doubtful - 1) {
         const int j = __ffs(doubtful) - 1, first = pick(ranks.rank, j) * d.S;
+#pragma unroll 1
         for (int slot = first; slot < first + d.S - pick(ranks.left, j); ++slot)
             if (run.slot_expert[slot] == expert) usable &= ~(1u << j);
     }
@@ -129,12 +130,13 @@ __device__ __forceinline__ Target choose_target(const Ranks<kPerLane>& ranks, co
     const unsigned top = __reduce_max_sync(kAll, best);
     if (top == 0) return {-1, 0, 0, true};
     unsigned those = __ballot_sync(kAll, best == top);
+    const unsigned last = __ballot_sync(kAll, pick(ranks.left, at) == 1);
     if (those & (those - 1)) {  // equal ones: the lowest rank
         const int lowest = __reduce_min_sync(kAll, best == top ? rank : INT32_MAX);
         those = __ballot_sync(kAll, best == top && rank == lowest);
     }
     const int lane = __ffs(those) - 1, room = fill ? abs(static_cast<int>(top - 0x80000000u)) : top;
-    return {lane, at, room, __shfl_sync(kAll, pick(ranks.left, at), lane) == 1};
+    return {lane, at, room, (last >> lane & 1) != 0};
 }
 
 // The next source in the order that can take the piece and give away as much more of its own.
@@ -154,71 +156,81 @@ __device__ __forceinline__ Target choose_relay(const Ranks<kPerLane>& ranks, uns
 // What a rank gives next. On the way `expert`, if it is one of them, loses `moved` rows, or is closed where none moved.
 __device__ __forceinline__ Given find_giver(const Run& run, const Domain& d, bool largest, int rank, int need, int expert,
                                             int moved) {
-    const int first = rank * d.L;
+    const int first = rank * d.L, wish = max(need, d.min_quota);
     int best = 0, most = 0, mine = INT32_MAX;
+#pragma unroll 1
     for (int e = first + threadIdx.x % kWarp; e < first + d.L; e += kWarp) {
         int rows = run.rest[e];
         if (e == expert) run.rest[e] = rows = moved > 0 ? rows - moved : rows | kClosed;
-        if (rows < d.min_quota) continue;  // closed ones are negative
-        const int could = min(max(need, d.min_quota), rows), key = largest ? could : 1;
+        const int could = rows < d.min_quota ? 0 : min(wish, rows);  // closed ones are negative
+        const int key = largest ? could : min(could, 1);
         if (key > best) best = key, most = could, mine = e;
     }
-    const int top = need == 0 ? 0 : __reduce_max_sync(kAll, best);
-    if (top == 0) return {0, 0};
+    if (need == 0) return {0, 0};
+    const int top = __reduce_max_sync(kAll, best);
     unsigned those = __ballot_sync(kAll, best == top);
     if (d.L > kWarp && (those & (those - 1))) {
         const int earliest = __reduce_min_sync(kAll, best == top ? mine : INT32_MAX);
-        those = __ballot_sync(kAll, mine == earliest);
+        those = __ballot_sync(kAll, best == top && mine == earliest);
     }
-    const int lane = __ffs(those) - 1;
+    const int lane = __ffs(those) - 1;  // where none gives, all have 0 rows to give
     return {__shfl_sync(kAll, most, lane), __shfl_sync(kAll, mine, lane)};
 }
 
-// On the lane that holds the rank: a slot of it takes a piece, as a target of slack or as a relay.
+// A slot of the target takes a piece, as one with slack or as a relay.
 template <int kPerLane>
-__device__ __forceinline__ void take(Ranks<kPerLane>& ranks, const Run& run, const Domain& d, int at, int expert,
-                                     int rows, bool relay) {
-#pragma unroll
-    for (int j = 0; j < kPerLane; ++j) {
-        if (j != at) continue;
-        const int slot = ranks.rank[j] * d.S + d.S - ranks.left[j];
+__device__ __forceinline__ void take(Ranks<kPerLane>& ranks, const Run& run, const Domain& d, const Target& target,
+                                     int expert, int rows, bool relay) {
+    const bool here = threadIdx.x % kWarp == target.lane;
+    if (here) {
+        const int slot = (pick(ranks.rank, target.at) + 1) * d.S - pick(ranks.left, target.at);
         run.slot_expert[slot] = expert;
         run.slot_rows[slot] = rows;
-        ranks.left[j] -= 1;
-        ranks.held[j] |= 1u << (expert & 31);
-        if (relay) ranks.need[j] += rows;
-        else ranks.slack[j] -= rows;
+    }
+#pragma unroll
+    for (int j = 0; j < kPerLane; ++j) {
+        const bool mine = here && j == target.at;
+        ranks.left[j] -= mine;
+        ranks.held[j] |= mine ? 1u << (expert & 31) : 0;
+        ranks.need[j] += mine && relay ? rows : 0;
+        ranks.slack[j] -= mine && !relay ? rows : 0;
     }
 }
 
 template <int kPerLane>
-__device__ __forceinline__ void set_giver(Ranks<kPerLane>& ranks, int at, const Given& given) {
+__device__ __forceinline__ void set_giver(Ranks<kPerLane>& ranks, int lane, int at, const Given& given) {
+    const bool here = threadIdx.x % kWarp == lane;
 #pragma unroll
-    for (int j = 0; j < kPerLane; ++j)
-        if (j == at) ranks.give[j] = given.rows, ranks.giver[j] = given.expert;
+    for (int j = 0; j < kPerLane; ++j) {
+        ranks.give[j] = here && j == at ? given.rows : ranks.give[j];
+        ranks.giver[j] = here && j == at ? given.expert : ranks.giver[j];
+    }
 }
 
-// Moves the piece, or closes its expert where there is no target; returns whether it moved.
+// The source has given `rows`, and needs to give `need` more.
 template <int kPerLane>
-__device__ __forceinline__ bool move_piece(Ranks<kPerLane>& ranks, const Run& run, const Domain& d, const Source& source,
+__device__ __forceinline__ void give(Ranks<kPerLane>& ranks, const Source& source, int rows, int need) {
+    const bool here = threadIdx.x % kWarp == source.lane;
+#pragma unroll
+    for (int j = 0; j < kPerLane; ++j) {
+        const bool mine = here && j == source.at;
+        ranks.avail[j] -= mine ? rows : 0;
+        ranks.need[j] = mine ? need : ranks.need[j];
+    }
+}
+
+// Moves the piece, or closes its expert where there is no target.
+template <int kPerLane>
+__device__ __forceinline__ void move_piece(Ranks<kPerLane>& ranks, const Run& run, const Domain& d, const Source& source,
                                            const Target& target, bool relay, bool largest) {
-    const int lane = threadIdx.x % kWarp, rows = target.lane < 0 ? 0 : min(source.want, target.room);
-    if (lane == target.lane) take(ranks, run, d, target.at, source.expert, rows, relay);
-    const int need = max(source.need - rows, 0);
-    const Given next = find_giver(run, d, largest, source.rank, need, source.expert, rows);
-    if (lane == source.lane) {
-#pragma unroll
-        for (int j = 0; j < kPerLane; ++j)
-            if (j == source.at) ranks.need[j] = need, ranks.avail[j] -= rows;
-        set_giver(ranks, source.at, next);
-    }
-    if (relay) {
-        const int rank = __shfl_sync(kAll, pick(ranks.rank, target.at), target.lane);
-        const int its_need = __shfl_sync(kAll, pick(ranks.need, target.at), target.lane);
-        const Given its_next = find_giver(run, d, largest, rank, its_need, -1, 0);
-        if (lane == target.lane) set_giver(ranks, target.at, its_next);
-    }
-    return target.lane >= 0;
+    const int rows = target.lane < 0 ? 0 : min(source.want, target.room), need = max(source.need - rows, 0);
+    take(ranks, run, d, target, source.expert, rows, relay);
+    give(ranks, source, rows, need);
+    set_giver(ranks, source.lane, source.at, find_giver(run, d, largest, source.rank, need, source.expert, rows));
+    if (!relay) return;
+    const int rank = __shfl_sync(kAll, pick(ranks.rank, target.at), target.lane);
+    const int its_need = __shfl_sync(kAll, pick(ranks.need, target.at), target.lane);
+    set_giver(ranks, target.lane, target.at, find_giver(run, d, largest, rank, its_need, -1, 0));
 }
 
 // Writes down what each rank computes and which slots it has left; returns the largest load.
@@ -253,7 +265,8 @@ __device__ __forceinline__ int2 greedy(const Run& run, const Domain& d, const Or
             const Target other = choose_relay(ranks, open, source);
             if ((relay = other.lane >= 0)) target = other;
         }
-        pieces += move_piece(ranks, run, d, source, target, relay, rule.largest);
+        move_piece(ranks, run, d, source, target, relay, rule.largest);
+        pieces += target.lane >= 0;
     }
     return make_int2(finish(ranks, run, d), pieces);
 }

@@ -54,7 +54,7 @@ __device__ __forceinline__ int try_round(Search& s, const Thresholds& thresholds
         int2 score = make_int2(INT32_MAX, INT32_MAX);
         if (const int run = first + own; run < runs) {
             const int tau = thresholds.low + run / kRules * thresholds.step;
-            score = greedy<kPerLane>(s.m.own, s.d, s.m.orders, tau, rule_of(run % kRules));
+            score = greedy<kPerLane>(s.m.own, s.d, s.m.orders, tau, rule_of(static_cast<unsigned>(run) % kRules));
         }
         if (const int lane = threadIdx.x % kWarp; lane < s.blocks) cluster_put(scores + own, score, lane);
         cluster_barrier();

@@ -68,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 8], help="R of the cases (default 64 8)")
+    parser.add_argument("--experts", type=int, default=256, help="E of the cases (default 256)")
+    parser.add_argument("--tokens", type=int, default=8192, help="T of each rank (default 8192)")
     parser.add_argument("--skews", type=float, nargs="+", default=[1.5, 2.0, 3.0], help="rank max/mean before")
     parser.add_argument("--slots", type=int, nargs="+", default=[2, 1], help="S (default 2 1)")
     parser.add_argument("--iterations", type=int, default=50)
@@ -91,7 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     file, wrong = RowFile(Path(chosen.out) if chosen.out else None, header), 0
     for ranks in chosen.ranks:
         for skew in chosen.skews:
-            spec = Synthetic(R=ranks, E=256, K=8, T=8192, steps=1, micro_batches=1, skew=skew)
+            sizes = {"R": ranks, "E": chosen.experts, "T": chosen.tokens}
+            spec = Synthetic(**sizes, K=8, steps=1, micro_batches=1, skew=skew)
             load, ids = case(spec)
             for slots in chosen.slots:
                 wrong += run_case(spec, load, ids, slots, chosen.iterations, file, rates.hbm_tbs)
