@@ -36,8 +36,8 @@ def plan_replicas(load: Tensor, slots: int, min_quota: int, tolerance: int, doma
         quota int32 [E, R], instances int32 [R, S], peak and bound int64 [R / domain_size].
 
     Raises:
-        KernelError: more ranks in a domain than a warp can hold, or more ranks, experts or slots than fit into a block's
-            shared memory.
+        KernelError: more ranks in a domain than a warp can hold, or more ranks, experts or slots than fit into the
+            shared memory of a block.
     """
     made: Planned = plan_replicas_op(load, slots, min_quota, tolerance, domain_size)
     return made
@@ -87,7 +87,8 @@ def _check_ranks(load: Tensor, domain_size: int) -> None:
     limit = library(load.device.index).plain("moe_ep_plan_most_ranks")()
     if domain_size > limit:
         raise KernelError(
-            f"the kernels plan up to {limit} ranks of a domain, got {domain_size}; plan in smaller domains, or on the host"
+            f"the kernels plan up to {limit} ranks of a domain, got {domain_size}; plan in smaller domains, "
+            "or on the host"
         )
 
 

@@ -53,7 +53,7 @@ def moved_bytes(name: str, spec: Synthetic, slots: int) -> int:
     table, instances = spec.R * spec.E * 4, spec.R * slots * 4
     if name == "reroute":
         return 2 * spec.T * spec.K * 8 + 2 * table + instances  # ids in and out; load, quotas and instances in
-    return 2 * table + instances + 2 * 4  # load in, quotas and instances out; the largest load and its bound
+    return 2 * table + instances + 2 * 8  # load in, quotas and instances out; the largest load and its bound
 
 
 def case(spec: Synthetic) -> tuple[Tensor, Tensor]:

@@ -62,10 +62,10 @@ static void resume(int fiber) {
     blockIdx.x = first_block + fiber / blockDim.x;
     swapcontext(&scheduler, &fibers[fiber]);
 }
-static void pause() { swapcontext(&fibers[current], &scheduler); }
+static void to_scheduler() { swapcontext(&fibers[current], &scheduler); }
 static void wait_at(State barrier) {
     states[current] = barrier;
-    pause();
+    to_scheduler();
 }
 static void run_fiber() {
     body();

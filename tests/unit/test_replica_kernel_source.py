@@ -133,30 +133,47 @@ def test_no_float_is_near() -> None:
 @pytest.mark.parametrize("name", ADVERSARIAL)
 def test_adversarial_loads_have_the_planner_s_bits(library: Any, name: str) -> None:
     totals, num_ranks, slots, _ = ADVERSARIAL[name]
-    check_plan(library, from_totals(totals, num_ranks), slots, 1, num_ranks)
+    for cluster in (1, 2):
+        check_plan(library, from_totals(totals, num_ranks), slots, 1, num_ranks, cluster=cluster)
 
 
 def test_random_loads_have_the_planner_s_bits(library: Any) -> None:
     rng = random.Random(2)
     for _ in range(20):
         totals, num_ranks, slots = random_case(rng)
-        tolerance = rng.choice([0, 0, 10, 100])
-        check_plan(library, from_totals(totals, num_ranks), slots, rng.choice([1, 1, 3, 40]), num_ranks, tolerance)
-    for num_ranks, num_local, slots, domain in (
-        (33, 2, 1, 33),
-        (64, 4, 2, 64),
-        (6, 5, 0, 3),
-        (1, 3, 2, 1),
-        (12, 4, 1, 6),
+        load, min_quota, tolerance = (
+            from_totals(totals, num_ranks),
+            rng.choice([1, 1, 3, 40]),
+            rng.choice([0, 0, 10, 100]),
+        )
+        check_plan(library, load, slots, min_quota, num_ranks, tolerance, cluster=rng.choice([1, 3, 8]))
+    for num_ranks, num_local, slots, domain, cluster, per_lane in (
+        (33, 2, 1, 33, 1, 2),
+        (64, 4, 2, 64, 8, 2),
+        (6, 5, 0, 3, 2, 2),
+        (1, 3, 2, 1, 1, 2),
+        (12, 4, 1, 6, 1, 16),
+        (4, 40, 3, 2, 2, 8),  # more experts of a rank than lanes
+        (66, 1, 1, 66, 2, 8),
+        (2, 300, 1, 2, 1, 2),  # more experts than threads that add up four each
     ):
         totals = [int(50 * rng.lognormvariate(0, 1.5)) for _ in range(num_ranks * num_local)]
-        check_plan(library, from_totals(totals, num_ranks), slots, rng.choice([1, 30]), domain, rng.choice([0, 10]))
+        load, min_quota, tolerance = from_totals(totals, num_ranks), rng.choice([1, 30]), rng.choice([0, 10])
+        check_plan(library, load, slots, min_quota, domain, tolerance, cluster=cluster, per_lane=per_lane)
+
+
+def test_the_plan_is_that_of_the_best_run_whichever_block_has_it(library: Any) -> None:
+    """Several rounds, so that the best run moves from block to block."""
+    rng = random.Random(8)
+    for cluster in (1, 2, 8):
+        totals = [int(50 * rng.lognormvariate(0, 1.5)) for _ in range(48)]
+        check_plan(library, from_totals(totals, 24), 1, 1, 24, cluster=cluster)
 
 
 def test_dropped_replicas_have_the_planner_s_bits(library: Any) -> None:
     hot = [45, 23, 23, 145, 238, 232, 40, 0, 121, 107, 85, 0, 408, 0, 19, 198]
     check_plan(library, from_totals([14, 36, 0, 10, 97], 5), 3, 20, 5)
-    check_plan(library, from_totals(hot + COLDER, 8), 1, 1, 8)
+    check_plan(library, from_totals(hot + COLDER, 8), 1, 1, 8, cluster=2)
 
 
 def test_equal_rows_have_the_planner_s_bits(library: Any) -> None:
@@ -164,7 +181,8 @@ def test_equal_rows_have_the_planner_s_bits(library: Any) -> None:
     for num_ranks, num_local, domain in ((1, 3, 1), (2, 40, 2), (3, 1, 3), (12, 4, 6), (64, 4, 64), *[(4, 3, 4)] * 20):
         totals = [rng.choice([0, 1, int(50 * rng.lognormvariate(0, 2))]) for _ in range(num_ranks * num_local)]
         for load in (from_totals(totals, num_ranks), from_totals([0] * len(totals), num_ranks)):
-            check_plan(library, load, num_local + rng.randrange(2), 1, domain, planner="fixed_rows")
+            slots, per_lane = num_local + rng.randrange(2), rng.choice([2, 8, 16])
+            check_plan(library, load, slots, 1, domain, planner="fixed_rows", per_lane=per_lane)
     for totals, num_ranks, *_ in ADVERSARIAL.values():
         check_plan(
             library, from_totals(totals, num_ranks), len(totals) // num_ranks, 1, num_ranks, planner="fixed_rows"

@@ -50,7 +50,7 @@ inline float __uint_as_float(unsigned bits) { float value; memcpy(&value, &bits,
 inline uint4 __ldcg(const uint4* at) { return *at; }
 inline void __nanosleep(unsigned) {  // lets the block's other threads get on
     sched_yield();
-    pause();
+    to_scheduler();
 }
 inline void __threadfence() { __sync_synchronize(); }
 inline void __threadfence_system() { __sync_synchronize(); }
