@@ -118,14 +118,15 @@ template <int kPerLane>
 __device__ __forceinline__ Target choose_target(const Ranks<kPerLane>& ranks, const Domain& d, unsigned usable, int want,
                                                 bool fill) {
     unsigned best = 0;
-    int at = 0, rank = INT32_MAX;
+    int at = 0, rank = INT32_MAX;  // where nothing is able, best stays 0 and they do not matter
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) {
         const unsigned slack = ranks.slack[j];
         const unsigned filled = ranks.slack[j] <= want ? 0x80000000u + slack : 0x80000000u - slack;
         const bool able = (usable >> j & 1) && ranks.slack[j] >= d.min_quota;
         const unsigned key = !able ? 0 : fill ? filled : slack;
-        if (key > best || (key == best && able && ranks.rank[j] < rank)) best = key, at = j, rank = ranks.rank[j];
+        const bool better = key > best || (key == best && ranks.rank[j] < rank);
+        best = better ? key : best, at = better ? j : at, rank = better ? ranks.rank[j] : rank;
     }
     const unsigned top = __reduce_max_sync(kAll, best);
     if (top == 0) return {-1, 0, 0, true};
