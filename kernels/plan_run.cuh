@@ -1,8 +1,8 @@
-// One greedy run, which is what one warp does: a chain of some R steps, each of them three or four warp reductions.
+// One greedy run, which is what one warp does: a chain of some R steps, each of them a few reductions over its lanes.
 //
 // A step needs no memory but the experts of the one or two ranks that it changes. Shared memory is private to a lane
 // until the run ends: expert l of a rank to lane l % 32, slots to the lane that holds their rank. So there is nothing to
-// wait for.
+// wait for. While a step finds the target of a piece, it also finds the next source beside the one that gives now.
 #pragma once
 
 #include "plan_choose.cuh"
@@ -14,84 +14,109 @@ struct Given {
     int rows, expert;
 };
 
-// What a rank gives next. On the way `expert`, if it is one of them, loses `moved` rows, or is closed where none moved.
-__device__ __forceinline__ Given find_giver(const Run& run, const Domain& d, bool largest, int rank, int need, int expert,
-                                            int moved) {
-    const int first = rank * d.L, wish = max(need, d.min_quota);
-    int best = 0, most = 0, mine = INT32_MAX;
-#pragma unroll 1
-    for (int e = first + threadIdx.x % kWarp; e < first + d.L; e += kWarp) {
-        int rows = run.rest[e];
-        if (e == expert) run.rest[e] = rows = moved > 0 ? rows - moved : rows | kClosed;
-        const int could = rows < d.min_quota ? 0 : min(wish, rows);  // closed ones are negative
-        const int key = largest ? could : min(could, 1);
-        if (key > best) best = key, most = could, mine = e;
+// The best giver among the experts that a lane looks at.
+struct Giver {
+    int key, rows, expert;
+
+    __device__ __forceinline__ void look(const Domain& d, bool largest, int wish, int e, int rest) {
+        const int could = max(rest, 0) < d.min_quota ? 0 : min(wish, rest);  // closed ones are negative
+        const int its_key = source_key(could, largest);
+        expert = its_key > key ? e : expert, rows = its_key > key ? could : rows;
+        key = max(key, its_key);
     }
-    if (need == 0) return {0, 0};
-    const int top = __reduce_max_sync(kAll, best);
-    unsigned those = __ballot_sync(kAll, best == top);
-    if (d.L > kWarp && (those & (those - 1))) {
-        const int earliest = __reduce_min_sync(kAll, best == top ? mine : INT32_MAX);
-        those = __ballot_sync(kAll, best == top && mine == earliest);
-    }
-    const int lane = __ffs(those) - 1;  // where none gives, all have 0 rows to give
-    return {__shfl_sync(kAll, most, lane), __shfl_sync(kAll, mine, lane)};
+};
+
+// Rows of the lane's first expert of a rank that are at home, read long before they are needed.
+__device__ __forceinline__ int first_rest(const Run& run, const Domain& d, int rank) {
+    const int lane = threadIdx.x % kWarp;
+    return lane < d.L ? run.rest[rank * d.L + lane] : kClosed;
 }
 
-// A slot of the target takes a piece, as one with slack or as a relay.
-template <int kPerLane>
-__device__ __forceinline__ void take(Ranks<kPerLane>& ranks, const Run& run, const Domain& d, const Target& target,
-                                     int expert, int rows, bool relay) {
-    const bool here = threadIdx.x % kWarp == target.lane;
-    if (here) {
-        const int slot = (pick(ranks.rank, target.at) + 1) * d.S - pick(ranks.left, target.at);
-        run.slot_expert[slot] = expert;
-        run.slot_rows[slot] = rows;
+// The same after `moved` rows of `expert` went; closed where none could.
+__device__ __forceinline__ int update_rest(const Run& run, int e, int rest, int expert, int moved) {
+    const int next = moved > 0 ? rest - moved : rest | kClosed;
+    if (e == expert) run.rest[e] = next;
+    return e == expert ? next : rest;
+}
+
+// What a rank gives next, after `moved` rows of `expert` went.
+__device__ __forceinline__ Given find_giver(const Run& run, const Domain& d, bool largest, int rank, int rest, int need,
+                                            int expert, int moved) {
+    const int first = rank * d.L, own = first + threadIdx.x % kWarp, wish = max(need, d.min_quota);
+    Giver mine{0, 0, INT32_MAX};
+    mine.look(d, largest, wish, own, update_rest(run, own, rest, expert, moved));
+    if (d.L > kWarp) {
+#pragma unroll 1
+        for (int e = own + kWarp; e < first + d.L; e += kWarp)
+            mine.look(d, largest, wish, e, update_rest(run, e, run.rest[e], expert, moved));
     }
+    const int top = __reduce_max_sync(kAll, mine.key);
+    const int next = __reduce_min_sync(kAll, mine.key == top ? mine.expert : INT32_MAX);
+    const int rows = __shfl_sync(kAll, mine.rows, (next - first) & (kWarp - 1));  // 0 on all lanes where none gives
+    return {need == 0 ? 0 : rows, next};
+}
+
+constexpr int kNobody = -2;
+
+// A slot of a rank takes a piece: of the target's slack, or at a relay's place.
+template <int kPerLane>
+__device__ __forceinline__ void take(Ranks<kPerLane>& ranks, const Run& run, const Domain& d, int expert, int rows,
+                                     bool relay, int which) {
+    int slot = -1;
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) {
-        const bool mine = here && j == target.at;
+        const bool mine = (relay ? ranks.place(j) : ranks.rank[j]) == which;
+        slot = mine ? (ranks.rank[j] + 1) * d.S - ranks.left[j] : slot;
         ranks.left[j] -= mine;
         ranks.held[j] |= mine ? 1u << (expert & 31) : 0;
         ranks.need[j] += mine && relay ? rows : 0;
         ranks.slack[j] -= mine && !relay ? rows : 0;
     }
+    if (slot >= 0) run.slot_expert[slot] = expert, run.slot_rows[slot] = rows;
 }
 
 template <int kPerLane>
-__device__ __forceinline__ void set_giver(Ranks<kPerLane>& ranks, int lane, int at, const Given& given) {
-    const bool here = threadIdx.x % kWarp == lane;
+__device__ __forceinline__ void set_giver(Ranks<kPerLane>& ranks, int place, const Given& given) {
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) {
-        ranks.give[j] = here && j == at ? given.rows : ranks.give[j];
-        ranks.giver[j] = here && j == at ? given.expert : ranks.giver[j];
+        ranks.give[j] = ranks.place(j) == place ? given.rows : ranks.give[j];
+        ranks.giver[j] = ranks.place(j) == place ? given.expert : ranks.giver[j];
     }
 }
 
-// The source has given `rows`, and needs to give `need` more.
+// The source has given `rows`.
 template <int kPerLane>
-__device__ __forceinline__ void give(Ranks<kPerLane>& ranks, const Source& source, int rows, int need) {
-    const bool here = threadIdx.x % kWarp == source.lane;
+__device__ __forceinline__ void give(Ranks<kPerLane>& ranks, const Source& source, int rows) {
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) {
-        const bool mine = here && j == source.at;
+        const bool mine = ranks.place(j) == source.place;
         ranks.avail[j] -= mine ? rows : 0;
-        ranks.need[j] = mine ? need : ranks.need[j];
+        ranks.need[j] = mine ? max(ranks.need[j] - rows, 0) : ranks.need[j];
     }
 }
 
-// Moves the piece, or closes its expert where there is no target.
+// The better one of two sources.
+__device__ __forceinline__ Source better(const Source& a, const Source& b, bool largest) {
+    const int more = source_key(a.want, largest) - source_key(b.want, largest);
+    const bool first = more > (a.place < b.place ? -1 : 0);
+    return {first ? a.place : b.place, first ? a.rank : b.rank, first ? a.expert : b.expert, first ? a.want : b.want,
+            first ? a.need : b.need};
+}
+
+// Moves a piece, or closes its expert where no rank takes it; returns the next source, of which `other` may be one.
 template <int kPerLane>
-__device__ __forceinline__ void move_piece(Ranks<kPerLane>& ranks, const Run& run, const Domain& d, const Source& source,
-                                           const Target& target, bool relay, bool largest) {
-    const int rows = target.lane < 0 ? 0 : min(source.want, target.room), need = max(source.need - rows, 0);
-    take(ranks, run, d, target, source.expert, rows, relay);
-    give(ranks, source, rows, need);
-    set_giver(ranks, source.lane, source.at, find_giver(run, d, largest, source.rank, need, source.expert, rows));
-    if (!relay) return;
-    const int rank = __shfl_sync(kAll, pick(ranks.rank, target.at), target.lane);
-    const int its_need = __shfl_sync(kAll, pick(ranks.need, target.at), target.lane);
-    set_giver(ranks, target.lane, target.at, find_giver(run, d, largest, rank, its_need, -1, 0));
+__device__ __forceinline__ Source move_piece(Ranks<kPerLane>& ranks, const Run& run, const Domain& d, const Rule& rule,
+                                             const Source& source, const Source& other, int rest, int rows, bool relay,
+                                             int which) {
+    take(ranks, run, d, source.expert, rows, relay, which);
+    give(ranks, source, rows);
+    const int need = max(source.need - rows, 0);
+    const Given next = find_giver(run, d, rule.largest, source.rank, rest, need, source.expert, rows);
+    set_giver(ranks, source.place, next);
+    if (!relay) return better({source.place, source.rank, next.expert, next.rows, need}, other, rule.largest);
+    const int rank = value_at(ranks.rank, which), its_need = value_at(ranks.need, which);
+    set_giver(ranks, which, find_giver(run, d, rule.largest, rank, first_rest(run, d, rank), its_need, -1, 0));
+    return choose_source(ranks, rule.largest);
 }
 
 // Writes down what each rank computes and which slots it has left; returns the largest load.
@@ -117,17 +142,17 @@ __device__ __forceinline__ int2 greedy(const Run& run, const Domain& d, const Or
     Ranks<kPerLane> ranks;
     start(ranks, run, d, orders, tau, rule.ascending);
     int pieces = 0;
-    for (Source source; (source = choose_source(ranks, rule.largest)).lane >= 0;) {
-        const unsigned open = usable(ranks, run, d, source.expert);
-        Target target = choose_target(ranks, d, open, source.want, rule.fill);
-        bool wasteful = target.lane < 0 || (target.room > source.want && target.last), relay = false;
+    for (Source source = choose_source(ranks, rule.largest); source.want > 0;) {
+        const int rest = first_rest(run, d, source.rank);
+        const Offers<kPerLane> offers = look_at(ranks, run, d, source.expert);
+        const auto [other, target, place] = choose(ranks, offers, source, rule);
+        bool wasteful = target.room == 0 || (target.room > source.want && target.last);
         if (rule.careful && source.want < source.need) wasteful = false;
-        if (wasteful) {
-            const Target other = choose_relay(ranks, open, source);
-            if ((relay = other.lane >= 0)) target = other;
-        }
-        move_piece(ranks, run, d, source, target, relay, rule.largest);
-        pieces += target.lane >= 0;
+        const bool relay = wasteful && place != INT32_MAX;
+        const int rows = relay ? source.want : min(source.want, target.room);
+        const int which = rows == 0 ? kNobody : relay ? place : target.rank;
+        source = move_piece(ranks, run, d, rule, source, other, rest, rows, relay, which);
+        pieces += rows > 0;
     }
     return make_int2(finish(ranks, run, d), pieces);
 }
