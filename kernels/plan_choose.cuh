@@ -1,8 +1,9 @@
 // What a greedy run looks at in every rank, in the registers of a warp's lanes, and the choices of a step.
 //
-// Ranks stand in the run's own order: lane i holds those at places i*kPerLane and behind. A choice is one reduction for
-// the best key and one for the first place, or lowest rank, that has it: no branch, and the choices of a step that do not
-// need each other overlap. A comparison costs more than the arithmetic that it saves, as long as a warp runs alone.
+// Ranks stand in the run's own order: lane i holds those at places i*kPerLane and behind. A choice is a *bid* of each lane
+// and one reduction for the largest: rows and the number of who has them share an integer, so that ties are settled, too.
+// It has 32 bits where the most loaded rank's rows leave room for that, which is below some 2^24 rows, else 64. There is
+// hardly a branch, so the choices of a step that do not need each other overlap: a warp mostly waits for its own results.
 #pragma once
 
 #include "plan.cuh"
@@ -18,11 +19,47 @@ __device__ __forceinline__ Rule rule_of(unsigned bits) {
     return {(bits & 1) != 0, (bits & 2) != 0, (bits & 4) != 0, (bits & 8) != 0};
 }
 
-template <int kPerLane>
+template <typename Key>
+__device__ __forceinline__ Key largest_of(Key mine) {
+    if constexpr (sizeof(Key) == 4) {
+        return __reduce_max_sync(kAll, mine);
+    } else {
+        const unsigned high = mine >> 32, top = __reduce_max_sync(kAll, high);
+        return static_cast<Key>(top) << 32 | __reduce_max_sync(kAll, high == top ? static_cast<unsigned>(mine) : 0);
+    }
+}
+
+// Bids of rows and a code. Most rows win, then the smallest code; of bids in order the smallest code wins.
+template <typename Key, int kPerLane>
+struct Bid {
+    static constexpr int kWide = 8 * sizeof(Key), kBits = kWide == 64 ? 24 : kPerLane == 2 ? 7 : kPerLane == 8 ? 9 : 10;
+    static constexpr Key kCodes = (Key{1} << kBits) - 1;
+    static constexpr Key kMiddle = Key{1} << (kWide - kBits - 1);  // in the middle of all rows
+
+    __device__ __forceinline__ static Key make(Key rows, int code) { return rows << kBits | (kCodes - code); }
+    __device__ __forceinline__ static Key rows(Key bid) { return bid >> kBits; }
+    __device__ __forceinline__ static int code(Key bid) { return static_cast<int>(~bid & kCodes); }
+    // The code in front of the rows, which is how bids in order are compared, and back.
+    __device__ __forceinline__ static Key turn(Key bid, int by) { return bid >> by | bid << (kWide - by & kWide - 1); }
+    __device__ __forceinline__ static int there(bool largest) { return largest ? 0 : kBits; }
+    __device__ __forceinline__ static int back(bool largest) { return largest ? 0 : kWide - kBits; }
+    __device__ __forceinline__ static Key of(int rows, int code, bool largest) {
+        return rows == 0 ? 0 : turn(make(rows, code), there(largest));
+    }
+};
+
+template <typename Key, int kPerLane>
+__device__ bool wide_enough(int most, int num_local) {
+    using B = Bid<Key, kPerLane>;
+    return static_cast<Key>(most) < B::kMiddle && static_cast<Key>(num_local) <= B::kCodes;
+}
+
+template <typename Key, int kPerLane>
 struct Ranks {
     int rank[kPerLane];
     int need[kPerLane], slack[kPerLane], avail[kPerLane], left[kPerLane];  // left: unused slots
-    int give[kPerLane], giver[kPerLane];  // at most how many rows the rank's next piece has, and of which expert; 0: none
+    Key bid[kPerLane];  // at most how many rows the rank's next piece has, and its place; 0: none
+    int giver[kPerLane];  // the expert of that piece
     unsigned held[kPerLane];  // bits of the experts in its slots, modulo 32
 
     __device__ __forceinline__ static int place(int j) { return threadIdx.x % kWarp * kPerLane + j; }
@@ -39,33 +76,34 @@ __device__ __forceinline__ int pick(const int (&values)[kPerLane], int at) {
 // The value that the rank at a place has, on every lane.
 template <int kPerLane>
 __device__ __forceinline__ int value_at(const int (&values)[kPerLane], int place) {
-    return __shfl_sync(kAll, pick(values, place % kPerLane), place / kPerLane);
+    const unsigned at = place;
+    return __shfl_sync(kAll, pick(values, at % kPerLane), at / kPerLane % kWarp);
 }
 
-// The same on all lanes, as all that follows. Rows 0: none.
+// Who gives a piece, the same on all lanes. Bid 0: nobody.
+template <typename Key>
 struct Source {
+    Key bid;
     int place, rank, expert, want, need;
-};
-struct Target {
-    int rank, room;
-    bool last;  // its last slot
 };
 
 // Experts are counted in the order of `Orders::expert_at`, so a rank's first one has most rows, and gives first.
-template <int kPerLane>
-__device__ __forceinline__ void start(Ranks<kPerLane>& ranks, const Run& run, const Domain& d, const Orders& orders,
-                                      int tau, bool ascending) {
-    const int* rank_at = ascending ? orders.least_first : orders.most_first;
+template <typename Key, int kPerLane>
+__device__ __forceinline__ void start(Ranks<Key, kPerLane>& ranks, const Run& run, const Domain& d, const Orders& orders,
+                                      int tau, const Rule& rule) {
+    const int* rank_at = rule.ascending ? orders.least_first : orders.most_first;
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) {
         const int place = ranks.place(j), rank = place < d.R ? rank_at[place] : -1;
         const int rows = rank < 0 ? 0 : orders.at_home[rank], most = rank < 0 ? 0 : orders.rows_at[rank * d.L];
+        const int need = rank < 0 ? 0 : max(rows - tau, 0);
+        const int give = need > 0 && most >= d.min_quota ? min(max(need, d.min_quota), most) : 0;
         ranks.rank[j] = rank;
-        ranks.avail[j] = rows;
-        ranks.need[j] = rank < 0 ? 0 : max(rows - tau, 0);
+        ranks.need[j] = need;
         ranks.slack[j] = rank < 0 ? 0 : max(tau - rows, 0);
+        ranks.avail[j] = rows;
         ranks.left[j] = rank < 0 ? 0 : d.S;
-        ranks.give[j] = ranks.need[j] > 0 && most >= d.min_quota ? min(max(ranks.need[j], d.min_quota), most) : 0;
+        ranks.bid[j] = Bid<Key, kPerLane>::of(give, place, rule.largest);
         ranks.giver[j] = rank * d.L;
         ranks.held[j] = 0;
     }
@@ -73,42 +111,22 @@ __device__ __forceinline__ void start(Ranks<kPerLane>& ranks, const Run& run, co
     __syncwarp();
 }
 
-// The key of a source that can give so many rows: those, or 1.
-__device__ __forceinline__ int source_key(int rows, bool largest) { return largest ? rows : min(rows, 1); }
-
-// What a lane would choose: the best key that it has, and a code, of which the smallest is taken where keys are equal.
-template <typename Key>
-struct Bid {
-    Key key;
-    int code;
-};
-
-// The rank that gives the next piece, but for that at `without`: the one that can give most, or the first in the order.
-template <int kPerLane>
-__device__ __forceinline__ Bid<int> bid_source(const Ranks<kPerLane>& ranks, bool largest, int without) {
-    Bid<int> bid{0, INT32_MAX};
+// The lane's best rank to give the next piece, but for that at `without`: most rows, or the first in the order.
+template <typename Key, int kPerLane>
+__device__ __forceinline__ Key bid_source(const Ranks<Key, kPerLane>& ranks, int without) {
+    Key best = 0;
 #pragma unroll
-    for (int j = 0; j < kPerLane; ++j) {
-        const int key = ranks.place(j) == without ? 0 : source_key(ranks.give[j], largest);
-        bid.code = key > bid.key ? ranks.place(j) : bid.code;
-        bid.key = max(bid.key, key);
-    }
-    return bid;
+    for (int j = 0; j < kPerLane; ++j) best = max(best, ranks.place(j) == without ? Key{0} : ranks.bid[j]);
+    return best;
 }
 
-template <int kPerLane>
-__device__ __forceinline__ Source source_at(const Ranks<kPerLane>& ranks, int top, int code) {
-    const int place = code & (kWarp * kPerLane - 1);  // of some other rank where there is none
-    const int want = value_at(ranks.give, place);
-    return {place, value_at(ranks.rank, place), value_at(ranks.giver, place), top == 0 ? 0 : want,
+template <typename Key, int kPerLane>
+__device__ __forceinline__ Source<Key> source_of(const Ranks<Key, kPerLane>& ranks, Key bid, bool largest) {
+    using B = Bid<Key, kPerLane>;
+    const Key turned = B::turn(bid, B::back(largest));
+    const int place = B::code(turned);
+    return {bid, place, value_at(ranks.rank, place), value_at(ranks.giver, place), static_cast<int>(B::rows(turned)),
             value_at(ranks.need, place)};
-}
-
-template <int kPerLane>
-__device__ __forceinline__ Source choose_source(const Ranks<kPerLane>& ranks, bool largest) {
-    const Bid<int> bid = bid_source(ranks, largest, -1);
-    const int top = __reduce_max_sync(kAll, bid.key);
-    return source_at(ranks, top, __reduce_min_sync(kAll, bid.key == top ? bid.code : INT32_MAX));
 }
 
 // What each of a lane's ranks can do for an expert: rows that it can take into its slack, and rows that it can give away
@@ -118,8 +136,8 @@ struct Offers {
     int slack[kPerLane], spare[kPerLane];
 };
 
-template <int kPerLane>
-__device__ __forceinline__ Offers<kPerLane> look_at(const Ranks<kPerLane>& ranks, const Run& run, const Domain& d,
+template <typename Key, int kPerLane>
+__device__ __forceinline__ Offers<kPerLane> look_at(const Ranks<Key, kPerLane>& ranks, const Run& run, const Domain& d,
                                                     int expert) {
     Offers<kPerLane> offers;
     unsigned doubtful = 0;
@@ -143,31 +161,28 @@ __device__ __forceinline__ Offers<kPerLane> look_at(const Ranks<kPerLane>& ranks
     return offers;
 }
 
-constexpr unsigned kMiddle = 0x80000000u;
-
-// The rank with slack that takes the piece: its widest one, or with `fill` the widest that is filled whole, else the
-// narrowest. A rank with slack was never a source, so it is not the expert's home. The key is 0 without slack, below the
+// The lane's rank with slack that takes the piece: its widest one, or with `fill` the widest that is filled whole, else
+// the narrowest. A rank with slack was never a source, so it is not the expert's home. Rows of the bid are below the
 // middle for too wide a one, else above it; the code is the rank, and whether this is its last slot.
-template <int kPerLane>
-__device__ __forceinline__ Bid<unsigned> bid_target(const Ranks<kPerLane>& ranks, const Offers<kPerLane>& offers, int want,
-                                                    bool fill) {
-    Bid<unsigned> bid{0, INT32_MAX};
+template <typename Key, int kPerLane>
+__device__ __forceinline__ Key bid_target(const Ranks<Key, kPerLane>& ranks, const Offers<kPerLane>& offers, int want,
+                                          bool fill) {
+    using B = Bid<Key, kPerLane>;
+    Key best = 0;
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) {
         const int slack = offers.slack[j], flip = fill ? (want - slack) >> 31 : 0;  // -1: too wide
-        const unsigned key = ((slack ^ flip) - flip) + (slack > 0 ? kMiddle : 0);
-        const int code = 2 * ranks.rank[j] + (ranks.left[j] == 1);
-        bid.code = min(key >= bid.key ? code : INT32_MAX, key <= bid.key ? bid.code : INT32_MAX);
-        bid.key = max(bid.key, key);
+        const Key rows = B::kMiddle + static_cast<Key>((slack ^ flip) - flip);
+        best = max(best, slack == 0 ? Key{0} : B::make(rows, 2 * ranks.rank[j] + (ranks.left[j] == 1)));
     }
-    return bid;
+    return best;
 }
 
 // The place of the lane's first source, behind the one that gives, that can take the piece and give away as much more of
 // its own.
-template <int kPerLane>
-__device__ __forceinline__ int bid_relay(const Ranks<kPerLane>& ranks, const Offers<kPerLane>& offers,
-                                         const Source& source) {
+template <typename Key, int kPerLane>
+__device__ __forceinline__ int bid_relay(const Ranks<Key, kPerLane>& ranks, const Offers<kPerLane>& offers,
+                                         const Source<Key>& source) {
     int place = INT32_MAX;
 #pragma unroll
     for (int j = kPerLane - 1; j >= 0; --j)
@@ -175,25 +190,16 @@ __device__ __forceinline__ int bid_relay(const Ranks<kPerLane>& ranks, const Off
     return place;
 }
 
-struct Choice {
-    Source other;  // the best source beside the one that gives
-    Target target;
-    int relay;  // its place; INT32_MAX: none
+struct Target {
+    int rank, room;  // 0: none
+    bool last;  // its last slot
 };
 
-// The three choices of a step. Their reductions stand beside each other, so that one does not wait for the other.
-template <int kPerLane>
-__device__ __forceinline__ Choice choose(const Ranks<kPerLane>& ranks, const Offers<kPerLane>& offers,
-                                         const Source& source, const Rule& rule) {
-    const Bid<unsigned> target = bid_target(ranks, offers, source.want, rule.fill);
-    const Bid<int> other = bid_source(ranks, rule.largest, source.place);
-    const int relay = bid_relay(ranks, offers, source);
-    const unsigned room = __reduce_max_sync(kAll, target.key);
-    const int top = __reduce_max_sync(kAll, other.key), place = __reduce_min_sync(kAll, relay);
-    const int which = __reduce_min_sync(kAll, target.key == room ? target.code : INT32_MAX);
-    const int next = __reduce_min_sync(kAll, other.key == top ? other.code : INT32_MAX);
-    const int rows = room == 0 ? 0 : abs(static_cast<int>(room - kMiddle));
-    return {source_at(ranks, top, next), {which >> 1, rows, (which & 1) != 0}, place};
+template <typename Key, int kPerLane>
+__device__ __forceinline__ Target target_of(Key bid) {
+    using B = Bid<Key, kPerLane>;
+    const int code = B::code(bid), room = static_cast<int>(B::rows(bid) - B::kMiddle);
+    return {code >> 1, bid == 0 ? 0 : abs(room), (code & 1) != 0};
 }
 
 }  // namespace

@@ -14,18 +14,6 @@ struct Given {
     int rows, expert;
 };
 
-// The best giver among the experts that a lane looks at.
-struct Giver {
-    int key, rows, expert;
-
-    __device__ __forceinline__ void look(const Domain& d, bool largest, int wish, int e, int rest) {
-        const int could = max(rest, 0) < d.min_quota ? 0 : min(wish, rest);  // closed ones are negative
-        const int its_key = source_key(could, largest);
-        expert = its_key > key ? e : expert, rows = its_key > key ? could : rows;
-        key = max(key, its_key);
-    }
-};
-
 // Rows of the lane's first expert of a rank that are at home, read long before they are needed.
 __device__ __forceinline__ int first_rest(const Run& run, const Domain& d, int rank) {
     const int lane = threadIdx.x % kWarp;
@@ -40,27 +28,28 @@ __device__ __forceinline__ int update_rest(const Run& run, int e, int rest, int 
 }
 
 // What a rank gives next, after `moved` rows of `expert` went.
+template <typename B, typename Key>
 __device__ __forceinline__ Given find_giver(const Run& run, const Domain& d, bool largest, int rank, int rest, int need,
                                             int expert, int moved) {
-    const int first = rank * d.L, own = first + threadIdx.x % kWarp, wish = max(need, d.min_quota);
-    Giver mine{0, 0, INT32_MAX};
-    mine.look(d, largest, wish, own, update_rest(run, own, rest, expert, moved));
+    const int first = rank * d.L, lane = threadIdx.x % kWarp, wish = max(need, d.min_quota);
+    const auto bid = [&](int l, int rows) {
+        rows = update_rest(run, first + l, rows, expert, moved);
+        return B::of(max(rows, 0) < d.min_quota ? 0 : min(wish, rows), l, largest);  // closed ones are negative
+    };
+    Key best = bid(lane, rest);
     if (d.L > kWarp) {
 #pragma unroll 1
-        for (int e = own + kWarp; e < first + d.L; e += kWarp)
-            mine.look(d, largest, wish, e, update_rest(run, e, run.rest[e], expert, moved));
+        for (int l = lane + kWarp; l < d.L; l += kWarp) best = max(best, bid(l, run.rest[first + l]));
     }
-    const int top = __reduce_max_sync(kAll, mine.key);
-    const int next = __reduce_min_sync(kAll, mine.key == top ? mine.expert : INT32_MAX);
-    const int rows = __shfl_sync(kAll, mine.rows, (next - first) & (kWarp - 1));  // 0 on all lanes where none gives
-    return {need == 0 ? 0 : rows, next};
+    const Key top = B::turn(largest_of(best), B::back(largest));
+    return {need == 0 ? 0 : static_cast<int>(B::rows(top)), first + B::code(top)};
 }
 
 constexpr int kNobody = -2;
 
 // A slot of a rank takes a piece: of the target's slack, or at a relay's place.
-template <int kPerLane>
-__device__ __forceinline__ void take(Ranks<kPerLane>& ranks, const Run& run, const Domain& d, int expert, int rows,
+template <typename Key, int kPerLane>
+__device__ __forceinline__ void take(Ranks<Key, kPerLane>& ranks, const Run& run, const Domain& d, int expert, int rows,
                                      bool relay, int which) {
     int slot = -1;
 #pragma unroll
@@ -75,53 +64,55 @@ __device__ __forceinline__ void take(Ranks<kPerLane>& ranks, const Run& run, con
     if (slot >= 0) run.slot_expert[slot] = expert, run.slot_rows[slot] = rows;
 }
 
-template <int kPerLane>
-__device__ __forceinline__ void set_giver(Ranks<kPerLane>& ranks, int place, const Given& given) {
+template <typename Key, int kPerLane>
+__device__ __forceinline__ void set_giver(Ranks<Key, kPerLane>& ranks, int place, Key bid, int expert) {
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) {
-        ranks.give[j] = ranks.place(j) == place ? given.rows : ranks.give[j];
-        ranks.giver[j] = ranks.place(j) == place ? given.expert : ranks.giver[j];
+        ranks.bid[j] = ranks.place(j) == place ? bid : ranks.bid[j];
+        ranks.giver[j] = ranks.place(j) == place ? expert : ranks.giver[j];
     }
 }
 
 // The source has given `rows`.
-template <int kPerLane>
-__device__ __forceinline__ void give(Ranks<kPerLane>& ranks, const Source& source, int rows) {
+template <typename Key, int kPerLane>
+__device__ __forceinline__ void give(Ranks<Key, kPerLane>& ranks, int place, int rows) {
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) {
-        const bool mine = ranks.place(j) == source.place;
+        const bool mine = ranks.place(j) == place;
         ranks.avail[j] -= mine ? rows : 0;
         ranks.need[j] = mine ? max(ranks.need[j] - rows, 0) : ranks.need[j];
     }
 }
 
-// The better one of two sources.
-__device__ __forceinline__ Source better(const Source& a, const Source& b, bool largest) {
-    const int more = source_key(a.want, largest) - source_key(b.want, largest);
-    const bool first = more > (a.place < b.place ? -1 : 0);
-    return {first ? a.place : b.place, first ? a.rank : b.rank, first ? a.expert : b.expert, first ? a.want : b.want,
-            first ? a.need : b.need};
+// A piece moves, or its expert is closed where no rank takes it; returns the source as it is then.
+template <typename Key, int kPerLane>
+__device__ __forceinline__ Source<Key> move_piece(Ranks<Key, kPerLane>& ranks, const Run& run, const Domain& d,
+                                                  bool largest, const Source<Key>& source, int rest, int rows, bool relay,
+                                                  int which) {
+    using B = Bid<Key, kPerLane>;
+    take(ranks, run, d, source.expert, rows, relay, which);
+    give(ranks, source.place, rows);
+    const int need = max(source.need - rows, 0);
+    const Given next = find_giver<B, Key>(run, d, largest, source.rank, rest, need, source.expert, rows);
+    const Key bid = B::of(next.rows, source.place, largest);
+    set_giver(ranks, source.place, bid, next.expert);
+    return {bid, source.place, source.rank, next.expert, next.rows, need};
 }
 
-// Moves a piece, or closes its expert where no rank takes it; returns the next source, of which `other` may be one.
-template <int kPerLane>
-__device__ __forceinline__ Source move_piece(Ranks<kPerLane>& ranks, const Run& run, const Domain& d, const Rule& rule,
-                                             const Source& source, const Source& other, int rest, int rows, bool relay,
-                                             int which) {
-    take(ranks, run, d, source.expert, rows, relay, which);
-    give(ranks, source, rows);
-    const int need = max(source.need - rows, 0);
-    const Given next = find_giver(run, d, rule.largest, source.rank, rest, need, source.expert, rows);
-    set_giver(ranks, source.place, next);
-    if (!relay) return better({source.place, source.rank, next.expert, next.rows, need}, other, rule.largest);
-    const int rank = value_at(ranks.rank, which), its_need = value_at(ranks.need, which);
-    set_giver(ranks, which, find_giver(run, d, rule.largest, rank, first_rest(run, d, rank), its_need, -1, 0));
-    return choose_source(ranks, rule.largest);
+// A relay has more to give away now; returns the best source of all.
+template <typename Key, int kPerLane>
+__device__ __forceinline__ Source<Key> pass_on(Ranks<Key, kPerLane>& ranks, const Run& run, const Domain& d, bool largest,
+                                               int place) {
+    using B = Bid<Key, kPerLane>;
+    const int rank = value_at(ranks.rank, place), need = value_at(ranks.need, place);
+    const Given next = find_giver<B, Key>(run, d, largest, rank, first_rest(run, d, rank), need, -1, 0);
+    set_giver(ranks, place, B::of(next.rows, place, largest), next.expert);
+    return source_of(ranks, largest_of(bid_source(ranks, -1)), largest);
 }
 
 // Writes down what each rank computes and which slots it has left; returns the largest load.
-template <int kPerLane>
-__device__ __forceinline__ int finish(const Ranks<kPerLane>& ranks, const Run& run, const Domain& d) {
+template <typename Key, int kPerLane>
+__device__ __forceinline__ int finish(const Ranks<Key, kPerLane>& ranks, const Run& run, const Domain& d) {
     int peak = 0;
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) {
@@ -136,22 +127,35 @@ __device__ __forceinline__ int finish(const Ranks<kPerLane>& ranks, const Run& r
     return __reduce_max_sync(kAll, peak);
 }
 
+// The better of two sources.
+template <typename Key>
+__device__ __forceinline__ Source<Key> better(const Source<Key>& a, const Source<Key>& b) {
+    const bool first = a.bid > b.bid;
+    return {first ? a.bid : b.bid,       first ? a.place : b.place, first ? a.rank : b.rank,
+            first ? a.expert : b.expert, first ? a.want : b.want,   first ? a.need : b.need};
+}
+
 // One run with threshold tau; returns its largest load and its number of pieces.
-template <int kPerLane>
+template <typename Key, int kPerLane>
 __device__ __forceinline__ int2 greedy(const Run& run, const Domain& d, const Orders& orders, int tau, const Rule& rule) {
-    Ranks<kPerLane> ranks;
-    start(ranks, run, d, orders, tau, rule.ascending);
+    Ranks<Key, kPerLane> ranks;
+    start(ranks, run, d, orders, tau, rule);
     int pieces = 0;
-    for (Source source = choose_source(ranks, rule.largest); source.want > 0;) {
+    for (auto source = source_of(ranks, largest_of(bid_source(ranks, -1)), rule.largest); source.bid != 0;) {
         const int rest = first_rest(run, d, source.rank);
         const Offers<kPerLane> offers = look_at(ranks, run, d, source.expert);
-        const auto [other, target, place] = choose(ranks, offers, source, rule);
+        const Key target_bid = bid_target(ranks, offers, source.want, rule.fill);
+        const int relay_bid = bid_relay(ranks, offers, source);
+        const Target target = target_of<Key, kPerLane>(largest_of(target_bid));
+        const int place = __reduce_min_sync(kAll, relay_bid);
+        const auto other = source_of(ranks, largest_of(bid_source(ranks, source.place)), rule.largest);
         bool wasteful = target.room == 0 || (target.room > source.want && target.last);
         if (rule.careful && source.want < source.need) wasteful = false;
         const bool relay = wasteful && place != INT32_MAX;
         const int rows = relay ? source.want : min(source.want, target.room);
         const int which = rows == 0 ? kNobody : relay ? place : target.rank;
-        source = move_piece(ranks, run, d, rule, source, other, rest, rows, relay, which);
+        const auto same = move_piece(ranks, run, d, rule.largest, source, rest, rows, relay, which);
+        source = relay ? pass_on(ranks, run, d, rule.largest, place) : better(same, other);
         pieces += rows > 0;
     }
     return make_int2(finish(ranks, run, d), pieces);

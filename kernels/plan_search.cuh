@@ -45,7 +45,7 @@ struct Search {
 };
 
 // Sixteen runs for each threshold, as many at a time as there are warps. Returns the best, if it lies below `limit`.
-template <int kPerLane>
+template <typename Key, int kPerLane>
 __device__ __forceinline__ int try_round(Search& s, const Thresholds& thresholds, int limit) {
     int2 round = make_int2(INT32_MAX, INT32_MAX);
     const int runs = thresholds.count * kRules, wave = s.blocks * kPlanWarps, own = s.block + s.blocks * s.warp;
@@ -54,7 +54,7 @@ __device__ __forceinline__ int try_round(Search& s, const Thresholds& thresholds
         int2 score = make_int2(INT32_MAX, INT32_MAX);
         if (const int run = first + own; run < runs) {
             const int tau = thresholds.low + run / kRules * thresholds.step;
-            score = greedy<kPerLane>(s.m.own, s.d, s.m.orders, tau, rule_of(static_cast<unsigned>(run) % kRules));
+            score = greedy<Key, kPerLane>(s.m.own, s.d, s.m.orders, tau, rule_of(static_cast<unsigned>(run) % kRules));
         }
         if (const int lane = threadIdx.x % kWarp; lane < s.blocks) cluster_put(scores + own, score, lane);
         cluster_barrier();
@@ -68,9 +68,8 @@ __device__ __forceinline__ int try_round(Search& s, const Thresholds& thresholds
 }
 
 // Narrows the threshold; returns the largest load of the best run.
-template <int kPerLane>
-__device__ __forceinline__ int search(Search& s, const Plan& p) {
-    const uint2 loads = sum_and_most(s.d, s.m.orders.at_home);
+template <typename Key, int kPerLane>
+__device__ __forceinline__ int search(Search& s, const Plan& p, const uint2& loads) {
     const int mean = static_cast<int>(div_up(loads.x, s.d.R));
     const int aim = mean + static_cast<int>(static_cast<int64_t>(mean) * p.tolerance / 1000);
     if (threadIdx.x == 0) *s.m.bound = mean;
@@ -78,7 +77,7 @@ __device__ __forceinline__ int search(Search& s, const Plan& p) {
     int best = static_cast<int>(loads.y);
     Thresholds next{aim, best - aim, 1};
     for (bool first = true; next.count > 0 && best > max(aim, *s.m.bound); first = false) {
-        best = try_round<kPerLane>(s, next, best);
+        best = try_round<Key, kPerLane>(s, next, best);
         if (first && best > mean) find_bound(s.d, s.m.orders, s.m.bound);  // mostly the mean is reached, which is one
         if (next.step == 1) break;
         next.low = max(aim + 1, best - next.step);
@@ -98,13 +97,15 @@ __global__ void __launch_bounds__(kPlanThreads, 1) plan_replicas(Plan p) {
     sum_sources(p, d, s.m.orders.total);
     find_orders(d, s.m.orders);
     keep_masters(s.m.winner, d, s.m.orders);
-    const int best = search<kPerLane>(s, p);
+    const uint2 before = sum_and_most(d, s.m.orders.at_home);
+    const int best = wide_enough<uint32_t, kPerLane>(before.y, d.L) ? search<uint32_t, kPerLane>(s, p, before)
+                                                                     : search<uint64_t, kPerLane>(s, p, before);
     if (s.block != s.owner) return;
     while (drop_one(s.m, d, best)) {
     }
     write_plan(p, s.m.winner, d);
-    const uint2 loads = sum_and_most(d, s.m.winner.rows);
-    if (threadIdx.x == 0) p.peak[d.index] = loads.y, p.bound[d.index] = *s.m.bound;
+    const uint2 after = sum_and_most(d, s.m.winner.rows);
+    if (threadIdx.x == 0) p.peak[d.index] = after.y, p.bound[d.index] = *s.m.bound;
 }
 
 }  // namespace
