@@ -44,7 +44,7 @@ struct Orders {
     int* place;  // [R]: the most loaded rank first
     int *most_first, *least_first;  // [R]: ranks in the two orders of the rules
     int *expert_at, *rows_at;  // [E]
-    int* sorted;  // [E]: experts, most rows first; made where the slot bound is
+    int *sorted_place, *sorted_rows;  // [E]: of experts, most rows first: their home's place; made for the slot bound
 };
 
 // What a run leaves. A rank's used slots come first.
@@ -64,7 +64,7 @@ struct Memory {
 
 __host__ __device__ int64_t run_ints(int64_t R, int64_t E, int64_t S) { return E + 2 * R + 2 * R * S; }
 __host__ __device__ int64_t plan_ints(int64_t R, int64_t E, int64_t S) {
-    return 2 * (1 + E) + 4 * kWave + 1 + 4 * R + 4 * E + (1 + kPlanWarps) * run_ints(R, E, S);
+    return 2 * (1 + E) + 4 * kWave + 1 + 4 * R + 5 * E + (1 + kPlanWarps) * run_ints(R, E, S);
 }
 
 __device__ int* carve(int*& next, int count) {
@@ -96,7 +96,8 @@ __device__ Memory carve_memory(int* next, const Domain& d) {
     m.orders.least_first = carve(next, d.R);
     m.orders.expert_at = carve(next, d.E);
     m.orders.rows_at = carve(next, d.E);
-    m.orders.sorted = carve(next, d.E);
+    m.orders.sorted_place = carve(next, d.E);
+    m.orders.sorted_rows = carve(next, d.E);
     m.winner = carve_run(next, d);
     next += threadIdx.x / kWarp * run_ints(d.R, d.E, d.S);
     m.own = carve_run(next, d);

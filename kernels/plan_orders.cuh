@@ -87,13 +87,16 @@ __device__ uint2 sum_and_most(const Domain& d, const int* rows_R) {
     return {__reduce_add_sync(kAll, sum), __reduce_max_sync(kAll, most)};
 }
 
+// A warp counts how many experts come before one.
 __device__ void sort_experts(const Domain& d, const Orders& orders) {
-    for (int e = threadIdx.x; e < d.E; e += blockDim.x) {
+    const int lane = threadIdx.x % kWarp;
+    for (int e = threadIdx.x / kWarp; e < d.E; e += kPlanWarps) {
         const int rows = orders.total[e];
-        int before = 0;
-        for (int other = 0; other < d.E; ++other)
-            before += orders.total[other] > rows || (orders.total[other] == rows && other < e);
-        orders.sorted[before] = e;
+        int count = 0;
+        for (int other = lane; other < d.E; other += kWarp)
+            count += orders.total[other] > rows || (orders.total[other] == rows && other < e);
+        const unsigned before = __reduce_add_sync(kAll, static_cast<unsigned>(count));
+        if (lane == 0) orders.sorted_rows[before] = rows, orders.sorted_place[before] = orders.place[e / d.L];
     }
     __syncthreads();
 }
@@ -105,10 +108,9 @@ __device__ void find_bound(const Domain& d, const Orders& orders, int* bound) {
     for (int k = 1 + threadIdx.x / kWarp; k < d.R; k += kPlanWarps) {
         int gone = 0, stuck = 0;
         for (int first = 0; first < d.E; first += kWarp) {
-            const int expert = first + lane < d.E ? orders.sorted[first + lane] : -1;
-            const bool inside = expert >= 0 && orders.place[expert / d.L] < k;
+            const bool inside = first + lane < d.E && orders.sorted_place[first + lane] < k;
             const unsigned all = __ballot_sync(kAll, inside);
-            if (inside && gone + __popc(all & ((1u << lane) - 1)) >= d.S * (d.R - k)) stuck += orders.total[expert];
+            if (inside && gone + __popc(all & ((1u << lane) - 1)) >= d.S * (d.R - k)) stuck += orders.sorted_rows[first + lane];
             gone += __popc(all);
         }
         const int rows = static_cast<int>(__reduce_add_sync(kAll, static_cast<unsigned>(stuck)));
