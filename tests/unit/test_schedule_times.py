@@ -8,8 +8,8 @@ import pytest
 
 from moe_ep.schedule import schedule, stack
 from moe_ep.schedule_steps import Key, Kind, Step, Stream
+from tests.unit.small_schedules import FAR
 
-FAR = (Kind.RESOLVE, Kind.ATTENTION)
 ISSUE_MS = 0.05
 LONG_MS = {
     Kind.RESOLVE: 0.2, Kind.ATTENTION: 2.0, Kind.ROUTE: 0.3, Kind.COUNTS: 0.45, Kind.PACK: 0.2, Kind.DISPATCH: 1.6,
