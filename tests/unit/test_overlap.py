@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from pathlib import Path
 
 import pytest
@@ -11,65 +10,13 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from moe_ep.recompute import recompute_context_fn
-from moe_ep.testing.chrome_trace import Trace, TraceError, read_trace, trace_of
+from moe_ep.testing.chrome_trace import TraceError, trace_of
 from tests.ranks.small_stack import small_stack
-from tests.unit.small_trace import COMM, ENGINE, GLOO, MAIN, SmallTrace
+from tests.unit.overlap_traces import backward, figures, forward, launch, measured, on_cpu, place, stage
+from tests.unit.small_trace import COMM, GLOO, SmallTrace
 from tools.intervals import total
-from tools.overlap import Run, measure, share_by_step_times
-from tools.rank_steps import Figures, Key
+from tools.overlap import share_by_step_times
 from tools.trace_labels import Label, Names
-
-Span = tuple[float, float]  # begin, length
-
-
-def launch(small: SmallTrace, what: str, at: float, *kernels: Span, tid: int = MAIN, ranks: str = "") -> None:
-    """A launch range of 10 us that begins at `at`, with its kernels on the comm stream."""
-    small.range(f"moe_ep: launch {what}", at, 10, tid)
-    for number, (start, us) in enumerate(kernels):
-        small.kernel(at + 2 + number, start, us, COMM, "ncclDevKernel_SendRecv", tid)
-        if ranks:
-            small.events[-1]["args"]["Process Group Ranks"] = ranks
-
-
-def stage(small: SmallTrace, what: str, at: float, *kernels: Span) -> None:
-    """A stage's range of 10 us with its kernels on the compute stream."""
-    small.range(f"moe_ep: {what}", at, 10)
-    for number, (start, us) in enumerate(kernels):
-        small.kernel(at + 2 + number, start, us)
-
-
-def place(what: str, micro_batch: int = 0, layer: int = 0) -> str:
-    return f"{what} of layer {layer}, micro-batch {micro_batch}"
-
-
-def forward(rank: int = 0, world_size: int = 1, longer: float = 0.0) -> SmallTrace:
-    """Two micro-batches: dispatch 0 half hidden, combine 0 wholly, dispatch 1 not at all. Communication 170 us.
-
-    compute    100--------200        300====320----400                stream 8 computes inside of the first kernel
-    comm            150--------250   300----350            500--520
-    """
-    small = SmallTrace(rank, world_size)
-    small.range("moe_ep: step 4", 0, 600)
-    stage(small, place("attention"), 10, (100, 100))
-    launch(small, place("dispatch"), 20, (150, 100 + longer))
-    stage(small, place("experts"), 40, (300, 100))
-    small.kernel(55, 310, 10, stream=8)
-    launch(small, place("combine"), 60, (300, 20), (320, 30))
-    launch(small, place("dispatch", 1), 80, (500, 20))
-    return small
-
-
-def measured(folder: Path, *smalls: SmallTrace, steps: tuple[int, int] | None = None) -> Run:
-    return measure([saved(folder, small, number) for number, small in enumerate(smalls)], steps)
-
-
-def saved(folder: Path, small: SmallTrace, number: int = 0) -> Trace:
-    return read_trace(small.write(folder / f"t{number}.json"))
-
-
-def figures(run: Run, what: str, micro_batch: int = 0, direction: str = "fwd", rank: int = 0) -> Figures:
-    (step,) = run.ranks[rank]
-    return step.transfers[Key(Label(what, 0, micro_batch, direction), 0)]
 
 
 def test_copies_of_experts_are_communication_and_no_rows(tmp_path: Path) -> None:
@@ -100,51 +47,6 @@ def test_the_step_lasts_until_the_device_is_done(tmp_path: Path) -> None:
     small = forward()
     small.kernel(90, 590, 110)
     assert measured(tmp_path, small).step_us(0) == 700
-
-
-def test_what_a_rank_waits_for_another_is_told_apart(tmp_path: Path) -> None:
-    run = measured(tmp_path, forward(0, 2), forward(1, 2, longer=30))
-    assert (figures(run, "dispatch").peer_wait, figures(run, "dispatch", rank=1).peer_wait) == (0, 30)
-    assert run.ranks[1][0].peer_wait == 30
-    assert figures(measured(tmp_path, forward()), "dispatch").peer_wait is None
-    # hidden time grows by nothing, exposed time by what was waited
-    assert run.hidden_share(1) == pytest.approx(1 - 100 / 200)
-
-
-def test_only_ranks_of_one_group_are_peers(tmp_path: Path) -> None:
-    smalls = []
-    for rank, us in enumerate((50, 80, 10, 40)):
-        small = SmallTrace(rank, 4)
-        small.kernel(0, 10, 10)
-        launch(small, place("dispatch"), 20, (30, us), ranks="[0, 1]" if rank < 2 else "[2, 3]")
-        smalls.append(small)
-    run = measured(tmp_path, *smalls)
-    assert [figures(run, "dispatch", rank=rank).peer_wait for rank in range(4)] == [0, 30, 0, 30]
-
-
-def test_the_slowest_rank_is_the_one_with_the_longest_step(tmp_path: Path) -> None:
-    slow = forward(1, 2)
-    slow.kernel(90, 650, 50)
-    assert measured(tmp_path, forward(0, 2), slow).slowest == 1
-
-
-def backward() -> SmallTrace:
-    """Experts of layer 0 run again in the engine (recompute), then backward; the combine's transpose is half hidden."""
-    small = SmallTrace()
-    small.range("moe_ep: experts of layer 0, micro-batch 0", 10, 10)
-    small.add("_GroupedSwiGLU", "cpu_op", 12, 5)
-    small.kernel(13, 14, 10)
-    launch(small, "backward of combine of layer 0, micro-batch 0", 100, (120, 100), tid=ENGINE)
-    small.backward("AccumulateGrad", 120, 5, forward=None)
-    small.kernel(122, 165, 3, tid=ENGINE)
-    small.backward("_GroupedSwiGLUBackward", 130, 20, forward=12)
-    small.kernel(140, 170, 50, tid=ENGINE)
-    small.backward("CheckpointBackward", 200, 40, forward=None)
-    small.range("moe_ep: experts of layer 0, micro-batch 0", 210, 10, ENGINE)
-    small.kernel(215, 230, 7, tid=ENGINE)
-    small.backward("AccumulateGrad", 250, 10, forward=None)
-    small.kernel(255, 260, 3, tid=ENGINE)
-    return small
 
 
 def test_backward_belongs_to_the_stage_of_its_forward(tmp_path: Path) -> None:
@@ -257,96 +159,6 @@ def test_no_communication_has_no_share(tmp_path: Path) -> None:
     assert share_by_step_times(run, run) is None
 
 
-def two_steps(first: int, *, gap: float = 0.0, micro_batches: int = 1, comm: float = 40.0) -> SmallTrace:
-    """Steps of 100 us plus `gap`, each with a communication of 40 us, 10 of it exposed; validation in between."""
-    small = SmallTrace()
-    for number in range(2):
-        zero = 1000.0 * number
-        small.range(f"moe_ep: step {first + number}", zero, 100 + gap)
-        small.kernel(zero + 1, zero + 10, 30)
-        for each in range(micro_batches):
-            launch(small, place("dispatch", each), zero + 20 + 20 * each, (zero + 10, comm) if each == 0 else (zero, 0))
-    launch(small, place("dispatch"), 500, (510, 80))
-    return small
-
-
-def test_steps_are_told_apart_and_can_be_chosen(tmp_path: Path) -> None:
-    run = measured(tmp_path, two_steps(7))
-    assert [step.number for step in run.ranks[0]] == [7, 8]
-    assert (run.comm_us(0), run.exposed_us(0), run.hidden_share(0)) == (40, 10, 0.75)
-    assert [step.number for step in measured(tmp_path, two_steps(7), steps=(8, 9)).ranks[0]] == [8]
-    with pytest.raises(TraceError, match="has no step from 9 to 12; it has 7, 8"):
-        measured(tmp_path, two_steps(7), steps=(9, 12))
-    with pytest.raises(TraceError, match="it has none with a number"):
-        measured(tmp_path, backward(), steps=(1, 2))
-
-
-def test_the_share_by_step_times(tmp_path: Path) -> None:
-    """Serial steps of 120 us against 100 us with 40 us of communication: 20 / 40 is hidden."""
-    overlapped = measured(tmp_path, two_steps(7))
-    serial = measured(tmp_path, two_steps(3, gap=20, comm=30))
-    assert share_by_step_times(serial, overlapped) == 0.5
-    assert share_by_step_times(overlapped, overlapped) == 0
-    assert share_by_step_times(overlapped, serial) == pytest.approx(-20 / 30)
-    with pytest.raises(TraceError, match="has 2 times dispatch 0 fwd in its first step, the other 1"):
-        share_by_step_times(measured(tmp_path, two_steps(3, micro_batches=2)), overlapped)
-    with pytest.raises(TraceError, match=r"has ranks \[0, 1\], the other \[0\]; give the same ranks"):
-        share_by_step_times(measured(tmp_path, forward(0, 2), forward(1, 2)), overlapped)
-
-
-def test_ranks_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="are both of rank 0; give one for each rank"):
-        measured(tmp_path, forward(), forward())
-    other = forward(1)
-    other.events[0]["name"] = "moe_ep: step 5"
-    with pytest.raises(TraceError, match=r"has steps \[4\], .* has \[5\]; give traces of the same steps"):
-        measured(tmp_path, forward(), other)
-    more = forward(1)
-    launch(more, place("combine", 1), 100, (530, 10))
-    text = "step 4: rank 0 has 3 communications, rank 1 4, and 1 of them on one only, such as .*'combine'"
-    with pytest.raises(TraceError, match=text):
-        measured(tmp_path, forward(), more)
-    nameless = [forward(), forward()]
-    for small in nameless:
-        del small.content["distributedInfo"]
-    with pytest.raises(TraceError, match="does not say its rank; name it"):
-        measured(tmp_path, *nameless)
-    twice = two_steps(7)
-    twice.range("moe_ep: step 7", 5000, 10)
-    with pytest.raises(TraceError, match="has step 7 twice"):
-        measured(tmp_path, twice)
-
-
-def test_traces_that_say_nothing_of_it_are_refused(tmp_path: Path) -> None:
-    nothing = SmallTrace()
-    nothing.kernel(0, 5, 5)
-    with pytest.raises(TraceError, match=re.escape("has no range of a dispatcher's launch (moe_ep: launch ...)")):
-        measured(tmp_path, nothing)
-    blind = SmallTrace()
-    blind.range(f"moe_ep: launch {place('dispatch')}", 0, 10)
-    with pytest.raises(TraceError, match="has neither CUDA kernels nor work of gloo"):
-        measured(tmp_path, blind)
-    blind.call("cudaLaunchKernel", 5)
-    with pytest.raises(TraceError, match="has CUDA calls but no kernel"):
-        measured(tmp_path, blind)
-    with pytest.raises(TraceError, match="some of these traces are of GPUs and some of CPUs"):
-        measured(tmp_path, forward(), on_cpu(1))
-
-
-def on_cpu(rank: int = 0) -> SmallTrace:
-    """Operations 0-18, 30-50 and 70-80 on the host, which waits 50-70; gloo works 20-60, called at 12."""
-    small = SmallTrace(rank, 2)
-    small.add("aten::mm", "cpu_op", 0, 10)
-    small.range(f"moe_ep: launch {place('dispatch')}", 10, 8)
-    small.add("c10d::alltoall_base_", "cpu_op", 12, 4)
-    small.add("gloo:all_to_all", "user_annotation", 20, 40, GLOO)
-    small.range(f"moe_ep: {place('experts')}", 28, 60)
-    small.add("aten::mm", "cpu_op", 30, 50)
-    small.add("aten::inner", "cpu_op", 40, 5)
-    small.range(f"moe_ep: wait for {place('dispatch')}", 50, 20)
-    return small
-
-
 def test_on_cpus_what_gloo_does_hides_behind_operations(tmp_path: Path) -> None:
     run = measured(tmp_path, on_cpu())
     assert not run.on_gpu
@@ -381,11 +193,11 @@ def test_labels_of_a_real_trace_with_recompute() -> None:
     names = Names(trace)
     found = {names.at(op.thread, op.start)[0] for op in trace.of("cpu_op")}
     for i in range(2):
-        for stage in ("attention", "route", "dispatch_preprocess", "dispatch_postprocess", "experts"):
-            assert {Label(stage, 0, i, way) for way in ("fwd", "recompute", "bwd")} <= found
-        for stage in ("resolve", "combine_postprocess"):
-            assert {Label(stage, 0, i, way) for way in ("fwd", "bwd")} <= found
-            assert Label(stage, 0, i, "recompute") not in found
+        for name in ("attention", "route", "dispatch_preprocess", "dispatch_postprocess", "experts"):
+            assert {Label(name, 0, i, way) for way in ("fwd", "recompute", "bwd")} <= found
+        for name in ("resolve", "combine_postprocess"):
+            assert {Label(name, 0, i, way) for way in ("fwd", "bwd")} <= found
+            assert Label(name, 0, i, "recompute") not in found
     launched = [
         names.label(place, event) for mine in names.ranges.values() for place, event in mine if place.role == "launch"
     ]

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from moe_ep.testing.chrome_trace import read_trace
-from tests.unit.test_overlap import backward, forward, launch, measured, on_cpu, two_steps
+from tests.unit.overlap_traces import backward, forward, launch, measured, on_cpu, two_steps
 from tools import timeline
 from tools.overlap_report import main
 from tools.trace_labels import Label
