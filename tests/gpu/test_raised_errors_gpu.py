@@ -15,8 +15,9 @@ from torch import Tensor
 from moe_ep import DominoStack, PeerError, moe_layers
 from moe_ep.step_end import raise_on_all_ranks
 from moe_ep.testing.ranks import RankPool, run_ranks
+from tests.ranks.broken_steps import TEXT, all_raise, break_at
 from tests.ranks.small_stack import H, inputs, same, small_stack
-from tests.ranks.test_raised_errors import TEXT, Case, all_raise, break_at, cases
+from tests.ranks.test_raised_errors import Case, cases
 
 pytestmark = pytest.mark.gpu(2)
 

@@ -3,17 +3,9 @@
 from __future__ import annotations
 
 import functools
-import gc
 import itertools
-import os
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import pytest
 import torch
@@ -21,17 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from moe_ep import DominoStack, MoEConfig, MoELayer, PeerError, moe_layers
+from moe_ep import MoEConfig, MoELayer
 from moe_ep.recompute import recompute_context_fn
-from moe_ep.settlement import Settlement
-from moe_ep.step_end import raise_on_all_ranks
-from moe_ep.testing.ranks import RankPool, run_ranks
+from moe_ep.testing.ranks import RankPool
+from tests.ranks.broken_steps import TEXT, BreakBackward, all_raise, break_at, free, step
 from tests.ranks.race_runs import host_ahead
-from tests.ranks.small_stack import MOE, H, inputs, loss_of, same, small_stack
-
-BOUND_S = 5.0  # beyond the point where the others wait; the group's timeout is ten times that, and more
-TEXT = "the experts of one rank broke"
-Spoil = Callable[[Tensor], Tensor]
+from tests.ranks.small_stack import MOE, H, same, small_stack
 
 
 class Case(NamedTuple):
@@ -55,68 +42,6 @@ def cases(dispatcher: str, num: int) -> list[Case]:
 def pool() -> Iterator[RankPool]:
     with RankPool(4, timeout_s=120) as ranks:
         yield ranks
-
-
-class BreakBackward(torch.autograd.Function):
-    """Identity whose backward fails."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise ZeroDivisionError(TEXT)
-
-
-def break_at(module: nn.Module, call: int, backward: bool) -> Any:
-    """A hook that lets the `call`-th call of a module fail; `remove()` ends it."""
-    calls = itertools.count()
-
-    def hook(module: nn.Module, args: Any, y: Tensor) -> Tensor | None:
-        if next(calls) != call:
-            return None
-        if backward:
-            return BreakBackward.apply(y)
-        raise ZeroDivisionError(TEXT)
-
-    return module.register_forward_hook(hook)
-
-
-def step(model: DominoStack, rank: int, num: int, group: dist.ProcessGroup, spoil: Spoil | None = None) -> list[Any]:
-    """Outputs and gradients of one step; `spoil` may do something to the loss."""
-    xs = inputs(rank, num)
-    for parameter in model.parameters():
-        parameter.grad = None
-    with raise_on_all_ranks(group):
-        ys, auxes = model(xs)
-        loss = torch.stack([loss_of(y, said) for y, said in zip(ys, auxes, strict=True)]).sum()
-        (loss if spoil is None else spoil(loss)).backward()
-    return [[y.detach() for y in ys], [x.grad for x in xs], [p.grad for p in model.parameters()]]
-
-
-def all_raise(
-    group: dist.ProcessGroup, act: Callable[[], Any], victims: dict[int, type[Exception]], *texts: str
-) -> None:
-    """Each victim raises its own error, all others a PeerError with these texts, in time."""
-    started = time.monotonic()
-    victim = victims.get(group.rank(), PeerError)
-    with pytest.raises(victim) as caught:
-        act()
-    assert time.monotonic() - started < BOUND_S
-    if group.rank() not in victims:
-        assert type(caught.value) is PeerError
-        for text in (f"rank {min(victims)} failed in ", *texts):
-            assert text in str(caught.value), str(caught.value)
-    else:
-        assert not getattr(caught.value, "__notes__", None), "the group is given up"
-
-
-def free(model: nn.Module) -> None:
-    gc.collect()  # of an exception with its frames
-    gc.freeze()  # the next one is quicker
-    lanes = moe_layers(model)[0].dispatcher.lanes
-    assert lanes.num_free == lanes.num_lanes
 
 
 def body_cases(group: dist.ProcessGroup, rank: int, chosen: list[Case]) -> None:
@@ -250,75 +175,3 @@ def body_plain(group: dist.ProcessGroup, rank: int, dispatcher: str) -> None:
 @pytest.mark.parametrize("dispatcher", ["all2all", "agrs"])
 def test_a_layer_on_its_own_under_no_grad(pool: RankPool, dispatcher: str) -> None:
     pool.run(body_plain, dispatcher, num_ranks=2)
-
-
-def body_elsewhere(group: dist.ProcessGroup, rank: int) -> float:
-    """Rank 1 waits for rank 0 in a collective of its own, and so cannot stop."""
-    other = dist.new_group([0, 1])
-    layer = MoELayer(MoEConfig(**MOE), group)
-    x = torch.randn(4, H)
-    layer(x)
-    real, started = Settlement.run, time.monotonic()
-    with mock.patch.object(Settlement, "run", lambda self: real(self, 0.5)):
-        if rank == 0:
-            break_at(layer.experts, 0, False)
-            with pytest.raises(ZeroDivisionError) as caught:
-                layer(x)
-            assert "serves no more" in caught.value.__notes__[0]
-            seconds = time.monotonic() - started
-        else:
-            layer.launch_dispatch(x)
-        dist.all_reduce(torch.zeros(1), group=other)
-    for _ in range(2):
-        with pytest.raises(PeerError, match=r"rank 0 failed in layer 0, micro-batch 0 .* serves no more"):
-            layer(x)
-    return seconds if rank == 0 else 0.0
-
-
-def test_a_rank_that_stands_in_a_foreign_collective_ends_the_group_for_all() -> None:
-    assert 0.5 < run_ranks(body_elsewhere, 2)[0] < BOUND_S
-
-
-SCRIPT = """
-import sys
-import torch.distributed as dist
-from tests.ranks.small_stack import small_stack
-from tests.ranks.test_raised_errors import break_at, step
-dist.init_process_group("gloo")
-group, rank = dist.group.WORLD, dist.get_rank()
-model = small_stack(group, dense=(False,) * 3)
-step(model, rank, 2, group)
-if rank == 1:
-    break_at(model.layers[1].moe.experts, 0, sys.argv[1] == "backward")
-print("goes on", flush=True)
-step(model, rank, 2, group)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_a_program_that_catches_nothing_ends_on_all_ranks(direction: str) -> None:
-    """No handle of a collective holds the interpreter up at its end."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        places = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "2"}
-    root = str(Path(__file__).resolve().parents[2])
-    common = {**os.environ, **places, "PYTHONPATH": root, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, direction],
-            env={**common, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for rank in ranks:
-        assert rank.stdout is not None and rank.stdout.readline() == "goes on\n", rank.communicate()[1]
-    started = time.monotonic()
-    said = [rank.communicate(timeout=60)[1] for rank in ranks]
-    assert time.monotonic() - started < 2 * BOUND_S
-    assert [rank.returncode for rank in ranks] == [1, 1]
-    assert "PeerError: rank 1 failed in " in said[0] and f"ZeroDivisionError: {TEXT}" in said[0]
-    assert said[1].rstrip().endswith(f"ZeroDivisionError: {TEXT}")

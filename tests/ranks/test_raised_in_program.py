@@ -13,9 +13,9 @@ import pytest
 from torch import Tensor
 
 from moe_ep.experts import GroupedExperts
+from tests.ranks.broken_steps import TEXT, BreakBackward
 from tests.ranks.launch import start
 from tests.ranks.small_recipe import write
-from tests.ranks.test_raised_errors import TEXT, BreakBackward
 
 VICTIM = 1
 TIMEOUT_S = 60
