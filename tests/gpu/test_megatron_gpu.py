@@ -10,17 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from moe_ep import MoEError, close_dispatchers
+from moe_ep import close_dispatchers
 from moe_ep.testing.ranks import RankPool
+from tests.gpu import megatron_runs as runs
+from tests.gpu.megatron_runs import engine
 from tests.ranks import megatron_cpu, small_recipe
 
 pytest.importorskip("megatron.core", reason="Megatron-Core is not installed (moe-ep[megatron])")
 
 pytestmark = pytest.mark.gpu(2)
-SIZES: dict[str, Any] = dict(
-    hidden_size=256, num_attention_heads=4, ffn_hidden_size=256, moe_ffn_hidden_size=128, num_moe_experts=8,
-    use_cpu_initialization=False,
-)  # fmt: skip
 OURS = ("all2all", "agrs", "deepep", "nccl_ep", "direct")
 
 
@@ -31,40 +29,15 @@ def pool() -> Iterator[RankPool]:
         yield ranks
 
 
-def engine() -> None:
-    pytest.importorskip("transformer_engine", reason="Transformer Engine is not installed (moe-ep[te])")
-
-
-def model_of(ours: str | None, grouped: bool = False, replica: dict[str, Any] | None = None, **changes: Any) -> Any:
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    from moe_ep.integrations.megatron import use_moe_ep
-
-    model_parallel_cuda_manual_seed(1)
-    changes = {**SIZES, "moe_grouped_gemm": grouped, **changes}
-    config = megatron_cpu.small_config(**changes)
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=grouped, normalization=config.normalization)
-    if ours is not None:
-        spec = use_moe_ep(spec, dispatcher=ours, max_tokens=256, replica=replica)
-    model = megatron_cpu.small_gpt(config, spec)
-    return model.to("cuda", config.params_dtype)
-
-
-def losses(model: Any, rank: int, step: int, sequences: int = 4) -> Any:
-    batch = [t.cuda() for t in megatron_cpu.batch(rank, step, sequences=sequences)]
-    return model(*batch[:3], labels=batch[3])
-
-
 def trained(group: Any, rank: int, ours: str | None, steps: int) -> Any:
     torch.use_deterministic_algorithms(True)
     try:
         with megatron_cpu.parallel(2):
-            model, history = model_of(ours), []
+            model, history = runs.model_of(ours), []
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
             for step in range(steps):
                 optimizer.zero_grad(set_to_none=True)
-                loss = losses(model, rank, step).mean()
+                loss = runs.losses(model, rank, step).mean()
                 loss.backward()
                 history.append([loss.item(), *(p.grad.double().norm().item() for p in model.parameters())])
                 optimizer.step()
@@ -84,62 +57,22 @@ def test_a_hundred_steps_agree_to_six_digits(pool: RankPool) -> None:
             assert found == pytest.approx(expected, rel=1e-6, abs=1e-12)
 
 
-def one_layer(group: Any, rank: int, ours: str | None) -> Any:
-    changes = dict(bf16=True, params_dtype=torch.bfloat16, moe_router_topk=4)
-    with megatron_cpu.parallel(2):
-        try:
-            layer = model_of(ours, grouped=True, **changes).decoder.layers[0].mlp
-        except MoEError as err:
-            return str(err)
-        generator = torch.Generator().manual_seed(rank)
-        x = torch.randn(48, 2, 256, generator=generator).cuda().bfloat16().requires_grad_()
-        y = layer(x)[0]
-        y.backward(torch.randn(y.shape, generator=generator).cuda().bfloat16())
-        grads = [x.grad, *(p.grad for p in layer.parameters())]
-        return [t.detach().float().cpu() for t in (y, *grads)]
-
-
-@pytest.mark.parametrize("name", OURS)
-def test_grouped_experts_on_every_dispatcher(pool: RankPool, name: str) -> None:
+@pytest.mark.parametrize(("name", "changes"), [*((name, {}) for name in OURS), ("all2all", {"moe_latent_size": 128})])
+def test_grouped_experts_on_every_dispatcher(pool: RankPool, name: str, changes: dict[str, int]) -> None:
     """bfloat16: K = 4 rows are added up in another order or precision, each addition rounds by 2^-9 of the largest."""
     engine()
-    got = pool.run(one_layer, name)
+    got = pool.run(runs.one_layer, name, changes)
     if isinstance(got[0], str):
         pytest.skip(got[0])
-    for want, found in zip(pool.run(one_layer, None), got, strict=True):
+    for want, found in zip(pool.run(runs.one_layer, None, changes), got, strict=True):
         for a, b in zip(want, found, strict=True):
             assert (a - b).abs().max() <= 4 * 2**-8 * a.abs().max()
-
-
-def interleaved(group: Any, rank: int, name: str) -> Any:
-    from moe_ep.integrations.megatron import use_domino
-
-    changes = dict(bf16=True, params_dtype=torch.bfloat16)
-    with megatron_cpu.parallel(2):
-        outputs: list[Any] = []
-
-        def note(_: Any, __: Any, out: Any) -> None:
-            outputs.append(out.detach().float().cpu())
-
-        try:
-            serial, together = (model_of(name, grouped=True, **changes) for _ in range(2))
-        except MoEError as err:
-            return str(err)
-        use_domino(together, 2)
-        tokens, positions, mask, labels = [t.cuda() for t in megatron_cpu.batch(rank, 0, sequences=4)]
-        for model in (serial, together):
-            model.decoder.register_forward_hook(note)
-        for half in (slice(0, 2), slice(2, 4)):
-            serial(tokens[half], positions[half], mask, labels=labels[half]).sum().backward()
-        together(tokens, positions, mask, labels=labels).sum().backward()
-        grads = [[p.grad.float().cpu() for p in model.parameters()] for model in (serial, together)]
-        return torch.cat(outputs[:2], dim=1), outputs[2], *grads
 
 
 @pytest.mark.parametrize("name", OURS)
 def test_interleaved_pieces_are_the_serial_ones(pool: RankPool, name: str) -> None:
     engine()
-    results = pool.run(interleaved, name)
+    results = pool.run(runs.interleaved, name)
     if isinstance(results[0], str):
         pytest.skip(results[0])
     for want, got, grads, got_grads in results:
@@ -156,11 +89,11 @@ def with_copies(group: Any, rank: int, grouped: bool, pieces: int) -> Any:
     found, placed = [], list[int]()
     with megatron_cpu.parallel(2), megatron_cpu.counted_copies(placed):
         for replica in (None, {"slots": 2}):
-            model = model_of("all2all", grouped=grouped, replica=replica, **changes)
+            model = runs.model_of("all2all", grouped=grouped, replica=replica, **changes)
             model = model if pieces == 1 else use_domino(model, pieces)
             for step in range(2):
                 model.zero_grad()
-                loss = losses(model, rank, step).mean()
+                loss = runs.losses(model, rank, step).mean()
                 loss.backward()
                 grads = {name: p.grad.float().cpu() for name, p in model.named_parameters()}
                 with torch.no_grad():
@@ -184,43 +117,14 @@ def test_copies_of_experts_change_nothing_but_the_place_of_rows(pool: RankPool, 
             assert (others[name] - grad).norm() <= bound * grad.norm(), name
 
 
-def in_fp8(group: Any, rank: int, ours: str | None) -> Any:
-    changes = dict(bf16=True, params_dtype=torch.bfloat16, fp8="hybrid", fp8_recipe="tensorwise")
-    with megatron_cpu.parallel(2):
-        model = model_of(ours, grouped=True, **changes)
-        loss = losses(model, rank, 0).float().mean()
-        loss.backward()
-        return loss.item(), [p.grad.double().norm().item() for p in model.parameters()]
-
-
 def test_fp8_experts_take_our_rows_as_megatrons(pool: RankPool) -> None:
-    """Rows of an expert are the same in the same order, so they are scaled alike; what differs is bfloat16 sums."""
     engine()
-    for (want, norms), (loss, our_norms) in zip(pool.run(in_fp8, None), pool.run(in_fp8, "all2all"), strict=True):
-        assert loss == pytest.approx(want, rel=2e-2)
-        assert our_norms == pytest.approx(norms, rel=0.1, abs=1e-3 * max(norms))
-
-
-def recomputed(group: Any, rank: int) -> Any:
-    from moe_ep.integrations.megatron import use_domino
-
-    whole = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-    torch.use_deterministic_algorithms(True)
-    try:
-        with megatron_cpu.parallel(2):
-            found = []
-            for changes in ({}, dict(attention_dropout=0.3), dict(whole, attention_dropout=0.3)):
-                model = use_domino(model_of("all2all", **changes), 2)
-                losses(model, rank, 0).sum().backward()
-                found.append([p.grad.cpu() for p in model.parameters()])
-            return found
-    finally:
-        torch.use_deterministic_algorithms(False)
+    runs.check_fp8(pool)
 
 
 def test_a_second_pass_drops_and_routes_as_the_first(pool: RankPool) -> None:
     """float32: Megatron's random states on the GPU, which its dropout draws from, are set back for the second pass."""
-    for plain, kept, again in pool.run(recomputed):
+    for plain, kept, again in pool.run(runs.recomputed):
         assert not all(map(torch.equal, plain, kept))
         for a, b in zip(kept, again, strict=True):
             assert (a - b).norm() <= 1e-5 * a.norm()
