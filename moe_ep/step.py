@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -53,19 +55,35 @@ def update_routers(model: nn.Module, group: dist.ProcessGroup | None) -> Tensor:
     """
     check_layer_indices(model)
     layers = moe_layers(model)
-    for dispatcher in {layer.dispatcher: None for layer in layers}:
-        dispatcher.raise_if_faulted()
-    for replicas in {layer.replicas for layer in layers if layer.replicas is not None}:
-        replicas.check_returned()
+    check_ended(layers)
     if not layers:
         return torch.zeros((0, 0), dtype=torch.int64)
     loads = torch.stack([layer.router.take_load() for layer in layers])
     if group is not None and group.size() > 1:
         dist.all_reduce(loads, group=group)
+    update_biases(layers, loads)
+    return loads
+
+
+def check_ended(layers: Sequence[MoELayer]) -> None:
+    """Refuse to go on behind a fault noted on the device, or with slots of replicas not given back. Collective.
+
+    Raises:
+        InputError, CapacityError, NonFiniteError: the fault.
+        ProtocolError: a micro-batch still holds slots.
+    """
+    # in the order of the layers on every rank: reading the faults of a dispatcher is a collective
+    for dispatcher in dict.fromkeys(layer.dispatcher for layer in layers):
+        dispatcher.raise_if_faulted()
+    for replicas in dict.fromkeys(layer.replicas for layer in layers if layer.replicas is not None):
+        replicas.check_returned()
+
+
+def update_biases(layers: Sequence[MoELayer], loads: Iterable[Tensor]) -> None:
+    """Selection biases, where there are some that move, from each layer's load [E] of the global batch."""
     for layer, load_E in zip(layers, loads, strict=True):
         if isinstance(layer.router, SigmoidRouter) and layer.config.bias_update_rate > 0:
             layer.router.update_bias(load_E)
-    return loads
 
 
 def total_aux_loss(auxes: list[MoEAux]) -> Tensor:

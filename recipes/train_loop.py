@@ -22,8 +22,7 @@ from moe_ep.consistency import copies, differing_copies, listed
 from moe_ep.errors import CheckpointError, NonFiniteError
 from moe_ep.gradients import clip_, global_norm
 from moe_ep.layer import MoELayer
-from moe_ep.router import SigmoidRouter
-from moe_ep.step import moe_layers, total_aux_loss
+from moe_ep.step import check_ended, moe_layers, total_aux_loss, update_biases
 from moe_ep.step_end import raise_on_all_ranks
 from recipes import checkpoint
 from recipes.corpus import CorpusInfo
@@ -140,20 +139,15 @@ def rate(trainer: Trainer) -> float:
 def update(trainer: Trainer, sums: StepSums, lr: float) -> float:
     """Check, clip, AdamW, selection bias; returns the norm before clipping."""
     optimizer, ranks, clip = trainer.optimizer, trainer.ranks, trainer.recipe.train.clip_norm
-    for dispatcher in {layer.dispatcher for layer in trainer.moe}:
-        dispatcher.raise_if_faulted()
-    for replicas in {layer.replicas for layer in trainer.moe if layer.replicas is not None}:
-        replicas.check_returned()
+    check_ended(trainer.moe)
     gradients = optimizer.gradients()
     norm = global_norm(optimizer.counted(gradients), 2.0, ranks.group, ranks.device)
     _check_finite(trainer.step + 1, sums.loss, norm.item())
     clip_(gradients, norm, clip)
     optimizer.step(lr)
-    for layer, load in zip(trainer.moe, sums.load, strict=True):
-        router = layer.router
-        if isinstance(router, SigmoidRouter) and router.config.bias_update_rate > 0:
-            router.update_bias(load.to(ranks.device))
-        router.take_load()
+    update_biases(trainer.moe, sums.load.to(ranks.device))
+    for layer in trainer.moe:
+        layer.router.take_load()
     return norm.item()
 
 
