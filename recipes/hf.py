@@ -25,7 +25,8 @@ from moe_ep.schema import require
 
 from .hf_config import INDEX, SINGLE, config_to_hf, read_hf_config
 from .hf_layout import FUSED, expected_names, expert_place, fused_place, named_tensors, tied_names
-from .model import Decoder, ModelConfig
+from .model import Decoder
+from .model_config import ModelConfig
 
 
 def import_hf(model: Decoder, folder: str | Path) -> None:

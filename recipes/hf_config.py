@@ -11,7 +11,7 @@ import torch
 from moe_ep.config import MoEConfig
 from moe_ep.errors import CheckpointError, RecipeError
 
-from .model import ModelConfig
+from .model_config import ModelConfig
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -8,7 +8,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from .model import Decoder, DecoderLayer, ModelConfig
+from .model import Decoder, DecoderLayer
+from .model_config import ModelConfig
 
 LAYER_NAMES = {
     "input_norm.weight": "input_layernorm.weight",

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moe_ep.flights import MoEAux
 from moe_ep.load import imbalance, rank_load
-from recipes.model import ModelConfig
+from recipes.model_config import ModelConfig
 
 # Dense bf16 TFLOP/s without sparsity, from the vendor's data sheets; matched against the device's name.
 PEAK_TFLOPS = {"B200": 2250.0, "H200": 989.0, "H100 PCIe": 756.0, "H100": 989.0, "A100": 312.0}

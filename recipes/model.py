@@ -8,7 +8,6 @@ run on four ranks starts from the same model as a run on one.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from collections.abc import Sequence
 from typing import Any, overload
@@ -19,9 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moe_ep.bounds import POSITIVE, Range, check_ranges
 from moe_ep.config import MoEConfig
-from moe_ep.config_checks import DTYPES
 from moe_ep.domino import DominoLayer, launch
 from moe_ep.flights import MoEAux
 from moe_ep.layer import MoELayer
@@ -30,99 +27,9 @@ from moe_ep.step import moe_layers
 
 from .attention import Attention, Rotary
 from .data import IGNORE
+from .model_config import SHARED_WITH_MOE, ModelConfig
 
 Group = dist.ProcessGroup | None
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
-    """Section `[model]` of a recipe.
-
-    Attributes:
-        vocab_size: V.
-        hidden_size: H.
-        num_layers: decoder layers; the first `first_dense_layers` of them have one dense SwiGLU of `intermediate_size`.
-        num_attention_heads, num_kv_heads, head_dim: query heads, key/value heads, size of a head (even).
-        num_experts, top_k, expert_intermediate_size: of the layers with experts.
-        num_shared_experts, shared_intermediate_size, shared_expert_gate: see MoEConfig.
-        rope_theta: base of the rotary positions.
-        rms_norm_eps: of all norms.
-        tie_embeddings: use the embedding as output projection.
-        dtype: of parameters and activations; the router stays in float32.
-        init_std: standard deviation of all initial matrices.
-    """
-
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_attention_heads: int
-    num_kv_heads: int
-    head_dim: int
-    num_experts: int
-    top_k: int
-    expert_intermediate_size: int
-    intermediate_size: int = 0
-    num_shared_experts: int = 0
-    shared_intermediate_size: int = 0
-    shared_expert_gate: bool = False
-    first_dense_layers: int = 0
-    rope_theta: float = 1e6
-    rms_norm_eps: float = 1e-6
-    tie_embeddings: bool = False
-    dtype: str = "float32"
-    init_std: float = 0.02
-
-    def __post_init__(self) -> None:
-        _check(self)
-
-    def moe(self, **moe_section: Any) -> MoEConfig:
-        """The configuration of this model's MoE layers, completed by the keys of a recipe's `[moe]` section."""
-        return MoEConfig(**{name: getattr(self, name) for name in _SHARED_WITH_MOE}, **moe_section)
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """`dtype` as torch names it."""
-        return getattr(torch, self.dtype)
-
-
-_SHARED_WITH_MOE = (
-    "hidden_size", "expert_intermediate_size", "num_experts", "top_k", "num_shared_experts",
-    "shared_intermediate_size", "shared_expert_gate", "dtype", "init_std",
-)  # fmt: skip
-
-_RANGES = {
-    "rope_theta": Range(at_least=1),
-    "rms_norm_eps": Range(at_least=1e-12, at_most=1),  # below, float32 rounds it away beside any activation
-    "init_std": POSITIVE,
-}
-
-
-def _check(config: ModelConfig) -> None:
-    sizes = ("vocab_size", "hidden_size", "num_layers", "num_attention_heads", "num_kv_heads", "head_dim")
-    for name in sizes:
-        require(getattr(config, name) >= 1, f"{name} must be at least 1, got {getattr(config, name)}")
-    require(
-        config.num_attention_heads % config.num_kv_heads == 0,
-        f"num_kv_heads = {config.num_kv_heads} must divide num_attention_heads = {config.num_attention_heads}",
-    )
-    require(config.head_dim % 2 == 0, f"head_dim = {config.head_dim} must be even: positions rotate pairs of values")
-    require(
-        0 <= config.first_dense_layers <= config.num_layers,
-        f"first_dense_layers = {config.first_dense_layers} must lie between 0 and num_layers = {config.num_layers}",
-    )
-    require(
-        config.first_dense_layers == 0 or config.intermediate_size >= 1,
-        f"first_dense_layers = {config.first_dense_layers} needs intermediate_size >= 1, "
-        f"got {config.intermediate_size}",
-    )
-    require(
-        config.first_dense_layers > 0 or config.intermediate_size == 0,
-        f"intermediate_size = {config.intermediate_size} is of the dense layers only, and first_dense_layers = 0: "
-        "leave it out, or set expert_intermediate_size for the experts",
-    )
-    check_ranges(config, _RANGES)
-    require(config.dtype in DTYPES, f"dtype {config.dtype!r} is not one of {', '.join(DTYPES)}")
-    config.moe()  # the sizes that it shares with the MoE layers
 
 
 class DenseMLP(nn.Module):
@@ -183,7 +90,7 @@ class Decoder(nn.Module):
 
     def __init__(self, config: ModelConfig, moe: MoEConfig, group: Group = None) -> None:
         super().__init__()
-        for name in _SHARED_WITH_MOE:
+        for name in SHARED_WITH_MOE:
             ours, theirs = getattr(config, name), getattr(moe, name)
             require(ours == theirs, f"{name} is {ours} in the model and {theirs} in its MoE layers; use config.moe()")
         self.config, self.moe_config, self.group = config, moe, group

@@ -18,7 +18,7 @@ from moe_ep.errors import RecipeError
 from moe_ep.experts_registry import known_experts
 from moe_ep.schema import from_mapping, nearest, require
 from recipes.data import VOCAB_SIZE
-from recipes.model import ModelConfig
+from recipes.model_config import ModelConfig
 from recipes.options import Options, options_to_toml, take_options, toml_text
 from recipes.recipe_tables import check_sections_known, override, read_tables
 from recipes.sections import (

@@ -15,7 +15,8 @@ from moe_ep.errors import CheckpointError
 from moe_ep.testing.ranks import RankPool
 from recipes.generate import generate
 from recipes.hf import export_hf, import_hf
-from recipes.model import Decoder, ModelConfig
+from recipes.model import Decoder
+from recipes.model_config import ModelConfig
 
 CONFIG = ModelConfig(
     vocab_size=257,

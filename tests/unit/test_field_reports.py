@@ -17,7 +17,8 @@ from moe_ep.router import build_router
 from recipes.build import build
 from recipes.hf import export_hf, import_hf
 from recipes.metrics import StepSums
-from recipes.model import Decoder, ModelConfig
+from recipes.model import Decoder
+from recipes.model_config import ModelConfig
 from recipes.parallel import expert_names, recompute
 from recipes.ranks import Ranks
 from recipes.recipe import load_recipe, to_toml

@@ -14,7 +14,8 @@ from moe_ep.errors import CheckpointError, RecipeError
 from recipes import hf, hf_layout
 from recipes.hf import export_hf, import_hf
 from recipes.hf_config import INDEX, SINGLE, read_hf_config
-from recipes.model import Decoder, ModelConfig
+from recipes.model import Decoder
+from recipes.model_config import ModelConfig
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install moe_ep[dev])")
 

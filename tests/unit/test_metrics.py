@@ -14,7 +14,7 @@ from recipes import plots
 from recipes.files import RunFolderError, replace_text
 from recipes.metrics import Tally, flops_per_token, load_fields, peak_tflops
 from recipes.metrics_file import MetricsFile, Row, closing_line, console_line, read_rows
-from recipes.model import ModelConfig
+from recipes.model_config import ModelConfig
 from recipes.ranks import Ranks
 from recipes.recipe import load_recipe
 from recipes.session import Session

@@ -14,7 +14,8 @@ from moe_ep.schema import from_mapping
 from recipes.attention import Attention, Rotary
 from recipes.data import IGNORE, VOCAB_SIZE
 from recipes.generate import generate
-from recipes.model import Decoder, ModelConfig, loss_sum, named_normal
+from recipes.model import Decoder, loss_sum, named_normal
+from recipes.model_config import ModelConfig
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
