@@ -150,18 +150,29 @@ class SlotPeers:
             masters: [L, ...] each, contiguous.
         """
         units = [n * size // UNIT for n, size in self.shape.parts]
-        self._launch("moe_ep_replica_push", instances, masters, self._weights_at, units)
+        self._launch("moe_ep_replica_push", instances, masters, self._weights_at, units, self.shape.num_local)
 
     def pull(self, instances: Tensor, totals: Sequence[Tensor]) -> None:
-        """Add all ranks' gradients of replicas to float32 [L, ...] each, contiguous; zero the slots used here."""
+        """Add all ranks' gradients of replicas to float32 [L', ...] each, contiguous; zero the slots used here.
+
+        L' <= L: the experts that `instances` count on each rank, home * L + number with number < L'.
+        """
         units = [n * 4 // UNIT for n, _ in self.shape.parts]
-        self._launch("moe_ep_replica_pull", instances, totals, self._grads_at, units)
+        self._launch("moe_ep_replica_pull", instances, totals, self._grads_at, units, len(totals[0]))
 
     def _launch(
-        self, name: str, instances: Tensor, tensors: Sequence[Tensor], at: Sequence[int], units: Sequence[int]
+        self,
+        name: str,
+        instances: Tensor,
+        tensors: Sequence[Tensor],
+        at: Sequence[int],
+        units: Sequence[int],
+        num_experts: int,
     ) -> None:
         instances = instances.contiguous()
-        wanted = [(self.shape.num_local * n * UNIT, tensor) for n, tensor in zip(units, tensors, strict=True)]
+        if num_experts > self.shape.num_local:
+            raise KernelError(f"{name} moves {self.shape.num_local} experts of a rank, got {num_experts}")
+        wanted = [(num_experts * n * UNIT, tensor) for n, tensor in zip(units, tensors, strict=True)]
         for num_bytes, tensor in wanted:
             if tensor.nbytes != num_bytes or not tensor.is_contiguous() or tensor.data_ptr() % UNIT:
                 raise KernelError(

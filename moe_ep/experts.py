@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +28,11 @@ Weights = tuple[Tensor, Tensor]  # w_gate_up [L, 2I, H], w_down [L, H, I]
 class Replicas(Protocol):
     """Copies of other ranks' experts that one micro-batch uses beside the masters, this rank's own experts."""
 
-    def take(self, masters: Weights) -> tuple[Weights, Weights]:
-        """Masters [L, ...] and slots [S, ...], filled; what comes out is what the experts compute with."""
+    def take(self, masters: Weights, *, fresh_grads: bool = False) -> tuple[Weights, Weights]:
+        """Masters [L, ...] and slots [S, ...], filled; what comes out is what the experts compute with.
+
+        `fresh_grads`: see GroupedExperts.
+        """
         ...
 
     def enter(self, x: Tensor) -> Tensor:
@@ -49,7 +52,13 @@ class GroupedExperts(nn.Module):
         num_local: L, the experts of this rank.
         first_expert: global id of the first of them.
         layer_index: place of the layer in the model; initial values depend on it.
+
+    Attributes:
+        fresh_grads: backward makes the gradients of the weights in memory that nothing else refers to, so that those of
+            replicas are added in place. Experts that say False have them copied first.
     """
+
+    fresh_grads: ClassVar[bool] = False
 
     def __init__(self, config: MoEConfig, num_local: int, first_expert: int, layer_index: int) -> None:
         super().__init__()
@@ -97,7 +106,9 @@ class GroupedExperts(nn.Module):
         if reserve_sms:
             check_reserve(self, reserve_sms, inp.source.device)
         masters = self.w_gate_up, self.w_down
-        sets: tuple[Weights, ...] = (masters,) if replicas is None else replicas.take(masters)
+        sets: tuple[Weights, ...] = (masters,)
+        if replicas is not None:
+            sets = replicas.take(masters, fresh_grads=self.fresh_grads)
         check_input(inp, sum(w_down.shape[0] for _, w_down in sets), self.w_down)
         with no_autocast(inp.source.device), leave_free(reserve_sms):
             if replicas is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -42,6 +42,8 @@ class GemmExperts(SplitExperts):
     weighting = "output" the down projection's output [N,H] besides. Weight gradients are rounded once to the
     parameters' dtype. Where the dispatcher has no counts on the host, reading them is a host sync.
     """
+
+    fresh_grads: ClassVar[bool] = True
 
     def products(self) -> Products:
         """The library's products."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,8 @@ from .experts_registry import register_experts
 @register_experts("loop")
 class LoopExperts(GroupedExperts):
     """The reference: one expert after the other in plain torch, any float dtype; waits for the counts on a device."""
+
+    fresh_grads: ClassVar[bool] = True
 
     def compute(self, inp: ExpertInput) -> Tensor:
         """See GroupedExperts.forward; here the rows beyond offsets[L] are zero."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -31,6 +32,8 @@ class QuackExperts(GroupedExperts):
     Raises:
         Unavailable: quack or a GPU for it is missing, or sizes or a dtype that its kernels do not take.
     """
+
+    fresh_grads: ClassVar[bool] = True
 
     def __init__(self, config: MoEConfig, num_local: int, first_expert: int, layer_index: int) -> None:
         reasons = limit_reasons(config) or quack_library.machine_reasons()

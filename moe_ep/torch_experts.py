@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -21,6 +23,8 @@ class TorchExperts(SplitExperts):
     On CUDA, bfloat16 waits for the host nowhere; for float32 and float16 grouped_mm itself reads the offsets on the
     host. See `moe_ep.grouped_mlp` for what is kept for backward and for sizes that are not multiples of 16 bytes.
     """
+
+    fresh_grads: ClassVar[bool] = True
 
     def __init__(self, config: MoEConfig, num_local: int, first_expert: int, layer_index: int) -> None:
         _refuse_float64(getattr(torch, config.dtype))

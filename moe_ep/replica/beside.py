@@ -17,7 +17,7 @@ from torch import Tensor
 from ..errors import ProtocolError
 from .lease import Lease
 from .main_grad import add_to_buffer
-from .transport import copies
+from .transport import copies, grad_dtype
 from .with_replicas import Flight, Tensors, WithReplicas
 
 
@@ -80,11 +80,12 @@ class _BesideFlight(Flight):
         assert self.lane is not None and self.plan is not None, "gradients before a plan"
         rank, num_local = self.lane.transport.rank, self.plan.num_local
         copied = {copy.local for copy in copies(self.plan) if copy.home == rank}
+        dtype = grad_dtype(self._masters[0].dtype)
         parts = [
-            torch.zeros_like(master, dtype=torch.float32) if number % num_local in copied else None
+            torch.zeros_like(master, dtype=dtype) if number % num_local in copied else None
             for number, master in enumerate(self._masters)
         ]
-        self.launch_grads(self._matrices(parts, torch.float32), slots)
+        self.reduce(self.plan, self._matrices(parts, dtype), slots)
 
     def parts(self) -> list[Tensor | None]:
         """Backward: what copies add to each master, float32; None: it has no copies."""

@@ -64,8 +64,12 @@ class Lease:
         if self._replicas is not None:
             self._replicas.join()
 
-    def take(self, masters: tuple[Tensor, Tensor]) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    def take(
+        self, masters: tuple[Tensor, Tensor], *, fresh_grads: bool = False
+    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         """Masters and slots, filled; `masters` are the parameters, in case that they came only now.
+
+        `fresh_grads`: the gradients that masters get in backward are nobody else's, and may be written to.
 
         Raises:
             ProtocolError: before there is a plan, or once more than there are users.
@@ -76,6 +80,7 @@ class Lease:
             placed, lane, second_pass, trained = self._late
             self._replicas = WithReplicas(masters, self.where, self.users)
             self._replicas.sync(placed, lane, second_pass=second_pass, trained=trained)
+        self._replicas.flight.fresh_grads = fresh_grads
         own, slots = self._replicas.take()
         return _pair(own), _pair(slots)
 

@@ -13,16 +13,38 @@ import torch
 from torch import Tensor
 
 
-def deliver(master: Tensor, total: Tensor) -> Tensor:
-    """Hand over the complete gradient, float32, of a master; returns what autograd is to bring to it.
+def deliver(master: Tensor, grad: Tensor, total: Tensor, hot: Tensor | None, *, fresh: bool) -> Tensor:
+    """Hand over the complete gradient of a master [L, ...]; returns what autograd is to bring to it.
 
-    With `main_grad` that is zeros: the hook has to run, which starts the framework's own reduction, and wants a
-    gradient there. Whoever adds it to the buffer all the same adds nothing.
+    With `main_grad` that is a gradient of no value: the hook, which starts the framework's own reduction, wants one
+    there, and leaves it alone. (Megatron's linear layers do the same.)
+
+    Args:
+        master: the parameter, or what was made of it.
+        grad: of its own rows, in its dtype.
+        total: float32 [B, ...], complete, of the experts `hot`; None: of all.
+        hot: int64 [B].
+        fresh: nobody else holds `grad`, which may be written to.
     """
-    if not add_to_buffer(master, total):
-        return total.to(master.dtype)
+    buffer = _buffer(master)
+    with torch.no_grad():
+        if buffer is None:
+            return _whole(grad, total, hot, fresh and not grad.requires_grad)
+        if hot is None:
+            buffer.add_(total)
+        else:
+            sums = buffer.index_select(0, hot) + total
+            buffer.add_(grad).index_copy_(0, hot, sums.to(buffer.dtype))
     master.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    return torch.zeros_like(master)
+    kept = getattr(master, "zero_out_wgrad", False)  # the hook adds it all the same
+    return torch.zeros_like(master) if kept else torch.empty_like(master)
+
+
+def _whole(grad: Tensor, total: Tensor, hot: Tensor | None, fresh: bool) -> Tensor:
+    if hot is None:
+        return total.to(grad.dtype)
+    whole = grad if fresh and grad.is_contiguous() else grad.clone(memory_format=torch.contiguous_format)
+    return whole.index_copy_(0, hot, total.to(grad.dtype))
 
 
 def add_to_buffer(master: Tensor, part: Tensor) -> bool:

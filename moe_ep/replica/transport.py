@@ -123,12 +123,13 @@ class Transport(abc.ABC):
             plan: the same on every rank.
             slot_grads: [S, ...] each, of the dtype that `grad_dtype` gives for the masters'; the used ones are zero
                 when `wait` returns.
-            master_grads: [L, ...] each, of the same dtype, with the home's own part; complete when `wait` returns.
+            master_grads: [L', ...] each, of the same dtype, with the home's own part; complete when `wait` returns.
+                L' <= L where the plan counts only L' experts of each rank (see `hot`).
 
         Raises:
             InputError: tensors that do not fit the plan or each other. PeerError: another rank failed.
         """
-        self._check(plan, master_grads, slot_grads)
+        self._check(plan, master_grads, slot_grads, some=True)
         wrong = [t.dtype for t in (*slot_grads, *master_grads) if t.dtype != grad_dtype(t.dtype)]
         if wrong:
             raise InputError(f"gradients are added in float32, got {wrong[0]}; hand in float32 buffers")
@@ -161,13 +162,14 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     def _gather(self, value: int) -> list[int]: ...
 
-    def _check(self, plan: Plan, masters: Tensors, slots: Tensors) -> None:
+    def _check(self, plan: Plan, masters: Tensors, slots: Tensors, *, some: bool = False) -> None:
         if plan.num_ranks != self.num_ranks:
             raise InputError(
                 f"a plan for {plan.num_ranks} ranks on a transport of {self.num_ranks}; plan for its group"
             )
         for master, slot in zip(masters, slots, strict=True):
-            if master.shape != (plan.num_local, *slot.shape[1:]) or slot.shape[0] < plan.slots:
+            fits = master.shape[0] == plan.num_local or (some and master.shape[0] < plan.num_local)
+            if not fits or master.shape[1:] != slot.shape[1:] or slot.shape[0] < plan.slots:
                 raise InputError(
                     f"masters {tuple(master.shape)} and slots {tuple(slot.shape)} do not fit a plan with "
                     f"{plan.num_local} masters and {plan.slots} slots on a rank; make them [L, ...] and [S, ...]"

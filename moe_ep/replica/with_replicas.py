@@ -30,10 +30,11 @@ from torch import Tensor
 from ..errors import ProtocolError
 from ..recompute import may_run_again
 from ..tracing import Role, transfer_range
+from .hot import hot_experts
 from .lanes import Phase, SlotLane
 from .main_grad import deliver
 from .plan import Plan
-from .transport import InFlight, grad_dtype
+from .transport import InFlight
 
 Tensors = tuple[Tensor, ...]
 
@@ -132,7 +133,8 @@ class Flight:
         self.where, self.phase = where, Phase.IDLE
         self.plan: Plan | None = None
         self.lane: SlotLane | None = None
-        self.brings_early = False
+        self.brings_early = self.fresh_grads = False
+        self.hot: Tensor | None = None  # experts that are reduced; None: all
         self._users = self._to_take = self._to_leave = users
         self._weights: InFlight | None = None
         self._grads: InFlight | None = None
@@ -193,18 +195,25 @@ class Flight:
         if self._to_leave <= 0 and self.phase is Phase.BACKWARD:
             self.phase = Phase.THROUGH
 
-    def launch_grads(self, totals: Tensors, slots: Sequence[Tensor]) -> None:
-        """Start grad_reduce with the gradients that this rank's experts made; those of masters float32, to be kept."""
+    def launch_grads(self, masters: Sequence[Tensor], slots: Sequence[Tensor]) -> None:
+        """Start grad_reduce with the gradients that this rank's experts made."""
         assert self.lane is not None and self.plan is not None, "gradients before a plan"
+        hot = hot_experts(self.plan, self.lane.transport.rank, masters[0].device)
+        self.hot = hot.locals_B
+        self.reduce(hot.plan, tuple(map(hot.of, masters)), slots)
+
+    def reduce(self, plan: Plan, totals: Tensors, slots: Sequence[Tensor]) -> None:
+        """Start grad_reduce; `totals` float32, with the home's part, are kept."""
+        assert self.lane is not None, "gradients before a plan"
         self.lane.claim(self)
         self.phase = Phase.REDUCING
         self._totals = totals
         transport = self.lane.transport
-        used_S = (self.plan.instances[transport.rank] >= 0).to(slots[0].device)
+        used_S = (plan.instances[transport.rank] >= 0).to(slots[0].device)
         for buffer, grad in zip(self.lane.buffers.grads, slots, strict=True):
             torch.where(used_S.view(-1, *[1] * (grad.dim() - 1)), grad, buffer, out=buffer)
         with self._range("launch", "grad_reduce"):
-            self._grads = self.lane.launched(transport.grad_reduce(self.plan, self.lane.buffers.grads, self._totals))
+            self._grads = self.lane.launched(transport.grad_reduce(plan, self.lane.buffers.grads, totals))
 
     def settle(self) -> None:
         """Complete the reduction."""
@@ -214,7 +223,7 @@ class Flight:
         self.phase = Phase.IDLE
 
     def wait_grads(self) -> Tensors:
-        """The masters' complete gradients, see `grad_dtype`."""
+        """Complete gradients of the masters `hot`, see `grad_dtype`."""
         if self._grads is None:
             raise ProtocolError(
                 f"{self.where}: the masters had a backward and their experts had none; give the experts what take gave"
@@ -249,10 +258,11 @@ class _Wait(torch.autograd.Function):
         return tuple(master.view_as(master) for master in masters)
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
-        # what is handed in is the home's part alone; the answer is what came back
-        totals = ctx.flight.wait_grads()
-        return (None, *(deliver(master, total) for master, total in zip(ctx.masters, totals, strict=True)))
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        # what is handed in is the home's part alone; that of experts with copies is replaced by what came back
+        flight = ctx.flight
+        each = zip(ctx.masters, grads, flight.wait_grads(), strict=True)
+        return (None, *(deliver(*parts, flight.hot, fresh=flight.fresh_grads) for parts in each))
 
 
 class _Launch(torch.autograd.Function):
@@ -271,7 +281,7 @@ class _Launch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         masters, slots = grads[: len(grads) // 2], grads[len(grads) // 2 :]
-        ctx.flight.launch_grads(tuple(grad.to(grad_dtype(grad.dtype), copy=True) for grad in masters), slots)
+        ctx.flight.launch_grads(masters, slots)
         return (None, *masters, *(None for _ in slots))
 
 
