@@ -13,6 +13,7 @@ from recipes.routing_trace import Step, read_steps
 from tests.ranks.launch import PROGRAM, run, start
 from tests.ranks.small_recipe import write
 from tools import replica_report
+from tools.replica_series import measure
 
 
 def loads(step: Step) -> torch.Tensor:
@@ -66,7 +67,7 @@ def test_the_default_recipes_trace(tmp_path: Path) -> None:
     limits = ["train.steps=8", "train.warmup_steps=2", "metrics.valid_every=0", "checkpoint.every=0"]
     run(4, [recipe, *limits, "metrics.routing_trace=trace"], tmp_path, timeout_s=250)
     chosen = replica_report.options().parse_args([str(tmp_path / "trace")])
-    report = replica_report.measure("tiny", read_steps([tmp_path / "trace"]), chosen, ["none", "eplb-exact", "quota"])
+    report = measure("tiny", read_steps([tmp_path / "trace"]), chosen, ["none", "eplb-exact", "quota"])
     assert len(report.bounds) == 3
     for layer, bounds in report.bounds.items():
         ours = report.series[layer, "quota"].peak

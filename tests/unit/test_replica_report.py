@@ -14,6 +14,7 @@ from moe_ep.replica import verify
 from recipes.routing_trace import Step, TraceHeader, read_steps, write_step
 from tools import replica_report
 from tools.replica_policies import POLICIES, Setting, build_policy, destinations, in_turns, pack
+from tools.replica_series import Report, measure
 from tools.synthetic_traces import Synthetic, parse, steps_of
 
 HEADER = TraceHeader(
@@ -31,10 +32,10 @@ def hand_written(folder: Path) -> Path:
     return folder
 
 
-def figures(*arguments: str) -> replica_report.Report:
+def figures(*arguments: str) -> Report:
     chosen = replica_report.options().parse_args(list(arguments))
     ((name, steps),) = replica_report.traces(chosen.traces)
-    return replica_report.measure(name, steps, chosen, chosen.policies.split(","))
+    return measure(name, steps, chosen, chosen.policies.split(","))
 
 
 def test_figures_of_a_trace_counted_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
