@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Time the experts of one rank on one GPU: torch's and quack's, forward and with backward, and the products of each.
+"""Time the experts of one rank on one GPU: every back end, forward and with backward, and torch's and quack's products.
 
     python tools/bench_experts.py --shape dsv3 qwen3 mixtral --out tools/results/experts-H200.jsonl
 
@@ -11,6 +11,7 @@ one. Exit status: 0 done, 1 quack's results differ from torch's, 2 arguments or 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,8 +24,11 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this folder is no installed package
 
 from moe_ep import quack_gemms, quack_library
+from moe_ep.config import MoEConfig
 from moe_ep.errors import RecipeError
 from moe_ep.expert_input import ExpertInput
+from moe_ep.experts import GroupedExperts
+from moe_ep.experts_registry import build_experts, find_experts
 from moe_ep.grouped_mlp import grouped_swiglu
 from moe_ep.permute import gather_rows, sum_rows
 from moe_ep.quack_library import Library
@@ -37,6 +41,8 @@ from tools.shapes import Shape, balanced_ids, parse_shape
 from tools.timing import percentiles
 
 WARMUP = 3
+BACK_ENDS = ("torch", "quack", "grouped_gemm", "te")
+LIMITED = ("torch", "quack")  # whose GEMMs can leave SMs free
 Runs = dict[tuple[str, str], tuple[float, Callable[[], Any]]]  # (experts, what): products of T*K*H*I, and how
 
 
@@ -62,16 +68,33 @@ class Rank:
         self.w_gate_up = (0.02 * self.randn(num_local, 2 * shape.I, shape.H)).requires_grad_()
         self.w_down = (0.02 * self.randn(num_local, shape.H, shape.I)).requires_grad_()
         self.dy = self.randn(self.num_rows, shape.H)
+        # grouped_gemm and te compute by counts on the host, which a dispatcher with messages has anyway
+        self.counted = dataclasses.replace(self.inp, host_counts=tuple(routes.counts.tolist()))
+        self.split: dict[str, GroupedExperts] = {}
 
     def randn(self, *size: int) -> Tensor:
         """bfloat16 normal numbers."""
         return torch.randn(*size, device=self.device, dtype=torch.bfloat16)
 
     def forward(self, experts: str) -> Tensor:
-        """y of both kinds of experts."""
+        """y of one kind of experts."""
         if experts == "torch":
             return grouped_swiglu(self.inp, self.w_gate_up, self.w_down, weight_activation=False)
-        return quack_swiglu(self.inp, (self.w_gate_up, self.w_down), weight_activation=False)
+        if experts == "quack":
+            return quack_swiglu(self.inp, (self.w_gate_up, self.w_down), weight_activation=False)
+        return self.split_experts(experts).compute_sets(self.counted, [(self.w_gate_up, self.w_down)])
+
+    def split_experts(self, name: str) -> GroupedExperts:
+        """Experts without weights of their own: drawing those on the CPU takes minutes."""
+        if name not in self.split:
+            shape, num_local = self.shape, self.w_down.shape[0]
+            config = MoEConfig(
+                hidden_size=shape.H, expert_intermediate_size=shape.I, num_experts=shape.E, top_k=shape.K,
+                dtype="bfloat16", experts=name,
+            )  # fmt: skip
+            with torch.device("meta"):
+                self.split[name] = build_experts(config, num_local, 0, 0)
+        return self.split[name]
 
     def both(self, experts: str, reserve: int = 0) -> list[Tensor]:
         """y and every gradient."""
@@ -80,13 +103,13 @@ class Rank:
             y = self.forward(experts)
         return [y.detach(), *torch.autograd.grad(y, leaves, self.dy)]
 
-    def whole(self, library: Library | None) -> Runs:
+    def whole(self, names: Sequence[str]) -> Runs:
         """Experts as a layer calls them."""
-        names = ["torch", *(["quack"] if library is not None else [])]
         runs: Runs = {(name, "fwd"): (6, lambda name=name: self.forward(name)) for name in names}  # type: ignore[misc]
         for reserve in (0, 16):
             what = "fwd+bwd" + (f", {reserve} SMs left free" if reserve else "")
-            runs |= {(name, what): (18, lambda name=name, r=reserve: self.both(name, r)) for name in names}  # type: ignore[misc]
+            able = [name for name in names if not reserve or name in LIMITED]
+            runs |= {(name, what): (18, lambda name=name, r=reserve: self.both(name, r)) for name in able}  # type: ignore[misc]
         return runs
 
     def products(self) -> Runs:
@@ -157,16 +180,21 @@ def measure(runs: Runs, iterations: int) -> dict[tuple[str, str], list[float]]:
     return {key: [a.elapsed_time(b) * 1e3 for a, b in pairs[WARMUP:]] for key, pairs in events.items()}
 
 
-def compare(rank: Rank) -> tuple[float, list[str]]:
-    """Largest relative error of quack's results against torch's, and what is out of bounds."""
-    names = ("y", "dx", "d_weights", "d_gate_up", "d_down")
-    pairs = zip(rank.both("quack"), rank.both("torch"), strict=True)
-    errors = {
-        n: float((a.float() - b.float()).norm() / b.float().norm()) for n, (a, b) in zip(names, pairs, strict=True)
-    }
+def compare(rank: Rank, names: Sequence[str]) -> tuple[dict[str, float], list[str]]:
+    """Largest relative error of each one's results against torch's, and what is out of bounds."""
+    what = ("y", "dx", "d_weights", "d_gate_up", "d_down")
     # both stay within 4 eps of the truth; what cancels in <dy, f> is not bounded by its own norm
-    bounds = {n: (32 if n == "d_weights" else 8) * torch.finfo(torch.bfloat16).eps for n in names}
-    return max(errors.values()), [f"{n} differs by {e:.1e}" for n, e in errors.items() if not e <= bounds[n]]
+    bounds = {n: (32 if n == "d_weights" else 8) * torch.finfo(torch.bfloat16).eps for n in what}
+    worst, wrong = {"torch": 0.0}, []
+    expected = rank.both("torch") if len(names) > 1 else []
+    for name in names[1:]:
+        errors = {
+            n: float((a.float() - b.float()).norm() / b.float().norm())
+            for n, a, b in zip(what, rank.both(name), expected, strict=True)
+        }
+        worst[name] = max(errors.values())
+        wrong += [f"{name}: {n} differs by {e:.1e}" for n, e in errors.items() if not e <= bounds[n]]
+    return worst, wrong
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -176,10 +204,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("error: torch finds no CUDA GPU here, and there is nothing to time on a CPU", file=sys.stderr)
         return 2
-    reasons = quack_library.machine_reasons()
-    if reasons:
-        print(f"quack is not measured: {'; '.join(reasons)}", flush=True)
-    library = None if reasons else quack_library.load()[0]
+    refused = {name: "; ".join(find_experts(name).machine_reasons()) for name in BACK_ENDS}
+    names = [name for name, reasons in refused.items() if not reasons]
+    library = quack_library.load()[0] if "quack" in names else None
     try:
         shapes = [parse_shape(text) for text in chosen.shape]
         file = RowFile(
@@ -192,33 +219,46 @@ def main(argv: Sequence[str] | None = None) -> int:
     wrong = []
     for shape in shapes:
         rank = Rank(shape, torch.device("cuda", torch.cuda.current_device()))
-        error, found = (0.0, []) if library is None else compare(rank)
+        errors, found = compare(rank, names)
         wrong += [f"{','.join(map(str, shape))}: {sentence}" for sentence in found]
-        runs = rank.whole(library) | rank.products() | ({} if library is None else rank.parts(library))
-        file.append(_rows(rank, runs, measure(runs, chosen.iterations), error))
+        runs = rank.whole(names) | rank.products() | ({} if library is None else rank.parts(library))
+        file.append(_rows(rank, runs, measure(runs, chosen.iterations), errors))
+        file.append(_refused(rank, refused))
     for sentence in wrong:
         print(f"WRONG: {sentence}", file=sys.stderr)
     return int(bool(wrong))
 
 
-def _rows(rank: Rank, runs: Runs, us: dict[tuple[str, str], list[float]], error: float) -> list[dict[str, Any]]:
+def _task(rank: Rank, experts: str, pass_: str) -> dict[str, Any]:
+    task = {"level": "kernel", "form": "unique", "dispatcher": "none", "skew": 1.0, "skew_realised": 1.0, "R": 2}
+    return task | {
+        "pass_": pass_, "experts": experts, "shape": rank.shape._asdict(), "M": 1, "S": 0, "dtype": "bfloat16"
+    }  # fmt: skip
+
+
+def _rows(
+    rank: Rank, runs: Runs, us: dict[tuple[str, str], list[float]], errors: dict[str, float]
+) -> list[dict[str, Any]]:
     rows = []
     for (experts, what), times in us.items():
         p10, p50, p90 = percentiles(times)
         flops = runs[experts, what][0] * rank.num_rows * rank.shape.H * rank.shape.I
         floor = flops / (DENSE_TFLOPS * 1e6) or None
         ratio = None if floor is None else p50 / floor
-        task: dict[str, Any] = {
-            "level": "kernel",
-            "pass_": "fwd+bwd" if what.startswith("fwd+bwd") else "fwd",
-            "form": "unique",
-        }
-        task |= {"shape": rank.shape._asdict(), "R": 2, "M": 1, "S": 0, "dtype": "bfloat16", "experts": experts}
-        timed = {"us_p10": p10, "us_p50": p50, "us_p90": p90, "floor_us": floor, "ratio": ratio, "err": error}
-        even = {"skew": 1.0, "skew_realised": 1.0, "status": "ok", "dispatcher": "none"}
-        rows.append(make_row(**task, **timed, **even, api=what))
+        timed = {"us_p10": p10, "us_p50": p50, "us_p90": p90, "floor_us": floor, "ratio": ratio}
+        task = _task(rank, experts, "fwd+bwd" if what.startswith("fwd+bwd") else "fwd")
+        rows.append(make_row(**task, **timed, err=errors[experts], status="ok", api=what))
         rate = "" if floor is None else f"x floor {ratio:.2f}, {flops / p50 / 1e6:.0f} TFLOP/s"
-        print(f"{','.join(map(str, rank.shape)):<24}{experts:<7}{what:<30}{p50:>9.1f} us {rate}", flush=True)
+        print(f"{','.join(map(str, rank.shape)):<24}{experts:<14}{what:<30}{p50:>9.1f} us {rate}", flush=True)
+    return rows
+
+
+def _refused(rank: Rank, refused: dict[str, str]) -> list[dict[str, Any]]:
+    rows = []
+    for name, reasons in refused.items():
+        if reasons:
+            rows.append(make_row(**_task(rank, name, "fwd+bwd"), status="refused", reason=reasons, api="fwd+bwd"))
+            print(f"{','.join(map(str, rank.shape)):<24}{name:<14}is not measured: {reasons}", flush=True)
     return rows
 
 

@@ -11,54 +11,14 @@ from torch import Tensor
 from moe_ep import ExpertInput, MoEConfig, Unavailable, grouped_gemm_experts, te_experts
 from moe_ep.experts import GroupedExperts
 from moe_ep.experts_registry import build_experts, known_experts
+from tests.unit.gemm_doubles import put_in_place
 
 NUM_LOCAL, H, INNER = 4, 16, 8
 
 
-def gmm(a: Tensor, b: Tensor, sizes: Tensor, trans_a: bool = False, trans_b: bool = False) -> Tensor:
-    """grouped_gemm.backend.gmm 0.3: bfloat16, sizes int64 on the host; a product over no rows is not written."""
-    assert a.dtype == b.dtype == torch.bfloat16 and a.is_contiguous() and b.is_contiguous()
-    assert sizes.dtype == torch.int64 and sizes.device.type == "cpu" and int(sizes.sum()) == a.shape[0] > 0
-    parts = a.split(sizes.tolist())
-    if trans_a:
-        others = b.split(sizes.tolist())
-        nothing = torch.full((a.shape[1], b.shape[1]), float("nan"), dtype=a.dtype)
-        return torch.stack([p.T @ o if p.shape[0] else nothing for p, o in zip(parts, others, strict=True)])
-    return torch.cat([part @ (w.T if trans_b else w) for part, w in zip(parts, b, strict=True)])
-
-
-def general_grouped_gemm(
-    first: list[Tensor],
-    second: list[Tensor],
-    out: list[Tensor],
-    quantizers: list[None],
-    out_dtype: torch.dtype,
-    *,
-    layout: str,
-    m_splits: list[int],
-    single_output: bool = False,
-    grad: bool = False,
-    use_split_accumulator: bool = False,
-) -> None:
-    """Transformer Engine 2.12's, for factors that are not quantized: column-major, so out = second x first."""
-    assert len(first) == len(second) == len(m_splits) == len(quantizers)
-    assert out_dtype == out[0].dtype and grad == (layout != "TN")
-    assert single_output == (layout != "NT") and len(out) == (1 if single_output else len(m_splits))
-    parts = out[0].split(m_splits) if single_output else out
-    for a, b, part in zip(first, second, parts, strict=True):
-        assert a.is_contiguous() and b.is_contiguous()
-        if b.shape[0]:  # a product over no rows is not written
-            part.copy_({"TN": lambda a, b: b @ a.T, "NN": lambda a, b: b @ a, "NT": lambda a, b: b.T @ a}[layout](a, b))
-        elif not single_output:
-            part.fill_(float("nan"))
-
-
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grouped_gemm_experts, "_gmm", lambda: gmm)
-    monkeypatch.setattr(grouped_gemm_experts.GroupedGemmExperts, "machine_reasons", classmethod(lambda cls: []))
-    monkeypatch.setattr(te_experts, "_general_grouped_gemm", lambda: general_grouped_gemm)
-    monkeypatch.setattr(te_experts.TEExperts, "machine_reasons", classmethod(lambda cls: []))
+    put_in_place(monkeypatch)
 
 
 def config(**changes: Any) -> MoEConfig:
@@ -108,6 +68,55 @@ def test_equal_to_the_reference_in_bfloat16(
     for want, got in zip(wanted, found, strict=True):
         assert got.isfinite().all()
         assert (want.float() - got.float()).norm() <= 2**-6 * want.float().norm()  # sums of I and H in bfloat16 GEMMs
+
+
+@pytest.mark.parametrize("name", ["grouped_gemm", "te"])
+def test_unique_rows_are_expanded_and_rows_without_a_route_take_no_part(library: None, name: str) -> None:
+    """Three rows of source, one of them for two experts; -1 in the tail."""
+    found = []
+    for which in ("loop", name):
+        plain = rows([2, 0, 1, 1], 0, False)
+        source = plain.source.detach()[:3].clone().requires_grad_()
+        inp = ExpertInput(
+            source=source,
+            row_weights=torch.tensor([0.5, 1.0, 2.0, 0.25, float("nan")]).requires_grad_(),
+            offsets=plain.offsets,
+            tokens_per_expert=plain.tokens_per_expert,
+            capacity=5,
+            row_index=torch.tensor([0, 2, 1, 0, -1], dtype=torch.int32),
+            positions=torch.tensor([[0, 3], [2, -1], [1, -1]], dtype=torch.int32),
+        )
+        experts = build_experts(config(experts=which), NUM_LOCAL, 0, 0)
+        y = experts(inp)
+        y[:4].float().square().sum().backward()
+        assert not experts.w_down.grad[1].any() and experts.w_down.grad[0].any(), "expert 1 has no rows"
+        found.append([y[:4], source.grad, inp.row_weights.grad[:4], experts.w_gate_up.grad, experts.w_down.grad])
+        assert inp.row_weights.grad[4] == 0
+    for want, got in zip(*found, strict=True):
+        assert (want.float() - got.float()).norm() <= 2**-6 * want.float().norm() > 0
+
+
+@pytest.mark.parametrize("name", ["grouped_gemm", "te"])
+def test_a_second_set_computes_the_rows_of_copies(library: None, name: str) -> None:
+    """Masters' rows first, copies' after, as with copies of hot experts; without counts on the host: refused."""
+    found = []
+    for which in ("loop", name):
+        experts = build_experts(config(experts=which), NUM_LOCAL, 0, 0)
+        generator = torch.Generator().manual_seed(1)
+        copies = tuple(
+            (0.3 * torch.randn(2, *w.shape[1:], generator=generator)).bfloat16().requires_grad_()
+            for w in (experts.w_gate_up, experts.w_down)
+        )
+        inp = rows([3, 0, 2, 1, 2, 0], 0, True)
+        y = experts.compute_sets(inp, [(experts.w_gate_up, experts.w_down), (copies[0], copies[1])])
+        y.float().square().sum().backward()
+        grads = [inp.source.grad, inp.row_weights.grad, experts.w_gate_up.grad, experts.w_down.grad]
+        found.append([y, *grads, *(copy.grad for copy in copies)])
+        assert copies[1].grad[0].any() and not copies[1].grad[1].any()
+    for want, got in zip(*found, strict=True):
+        assert (want.float() - got.float()).norm() <= 2**-6 * want.float().norm() > 0
+    assert type(experts).replica_refusal(host_counts=True) is None
+    assert "reads no counts there" in (type(experts).replica_refusal(host_counts=False) or "")
 
 
 def test_frozen_experts_pass_gradients_on(library: None) -> None:
