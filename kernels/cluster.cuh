@@ -1,5 +1,5 @@
 // Words for a cluster: blocks that run at the same time on SMs beside each other, meet at a barrier and write into each
-// other's shared memory (sm_90 and newer). Before sm_90, and where a launch asks for none, a block is a cluster of its own.
+// other's shared memory (sm_90 and newer). Before, and where a launch asks for none, a block is a cluster of its own.
 #pragma once
 
 #include "common.cuh"

@@ -86,9 +86,10 @@ __device__ void level(const Plan& p, const Domain& d, int* left, int* given, con
 
 // Quotas 0 and slots -1, for `fill` to write into.
 __device__ void clear_plan(const Plan& p, const Domain& d) {
-    const int64_t first = static_cast<int64_t>(d.first_expert()) * d.all_ranks();
-    for (int64_t i = threadIdx.x; i < static_cast<int64_t>(d.E) * d.all_ranks(); i += blockDim.x) p.quota[first + i] = 0;
-    for (int i = threadIdx.x; i < d.Q; i += blockDim.x) p.instances[static_cast<int64_t>(d.first_rank()) * d.S + i] = -1;
+    int* quota = p.quota + static_cast<int64_t>(d.first_expert()) * d.all_ranks();
+    int* instances = p.instances + static_cast<int64_t>(d.first_rank()) * d.S;
+    for (int64_t i = threadIdx.x; i < static_cast<int64_t>(d.E) * d.all_ranks(); i += blockDim.x) quota[i] = 0;
+    for (int i = threadIdx.x; i < d.Q; i += blockDim.x) instances[i] = -1;
 }
 
 template <int kPerLane>
@@ -110,8 +111,9 @@ __global__ void __launch_bounds__(kPlanThreads) plan_fixed_rows(Plan p) {
     __syncthreads();
     if (threadIdx.x < kWarp) level<kPerLane>(p, d, left, given, over);
     __syncthreads();
-    int* quota = p.quota + static_cast<int64_t>(d.first_expert()) * d.all_ranks() + d.first_rank();
-    for (int e = threadIdx.x; e < d.E; e += blockDim.x) quota[static_cast<int64_t>(e) * d.all_ranks() + e / d.L] = left[e];
+    const int64_t all_ranks = d.all_ranks();
+    int* quota = p.quota + d.first_expert() * all_ranks + d.first_rank();
+    for (int e = threadIdx.x; e < d.E; e += blockDim.x) quota[e * all_ranks + e / d.L] = left[e];
     if (threadIdx.x == 0) p.peak[d.index] = p.bound[d.index] = share + (more > 0);
 }
 

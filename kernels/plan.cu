@@ -6,7 +6,8 @@ namespace moe_ep {
 namespace {
 
 bool sizes_fit(const Plan& p) {
-    return p.ranks >= 1 && p.ranks <= kMostRanks && p.sources % p.ranks == 0 && p.experts % p.sources == 0 && p.slots >= 0;
+    const bool ranks = p.ranks >= 1 && p.ranks <= kMostRanks && p.slots >= 0;
+    return ranks && p.sources % p.ranks == 0 && p.experts % p.sources == 0;
 }
 
 // Blocks of a domain: a cluster where this GPU has them, which the library's own code then knows, too.

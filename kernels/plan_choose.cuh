@@ -1,9 +1,9 @@
 // What a greedy run looks at in every rank, in the registers of a warp's lanes, and the choices of a step.
 //
-// Ranks stand in the run's own order: lane i holds those at places i*kPerLane and behind. A choice is a *bid* of each lane
-// and one reduction for the largest: rows and the number of who has them share an integer, so that ties are settled, too.
-// It has 32 bits where the most loaded rank's rows leave room for that, which is below some 2^24 rows, else 64. There is
-// hardly a branch, so the choices of a step that do not need each other overlap: a warp mostly waits for its own results.
+// Ranks stand in the run's own order: lane i holds those at places i*kPerLane and behind. A choice is a *bid* of each
+// lane and one reduction for the largest: rows and the number of who has them share an integer, which settles ties, too.
+// It has 32 bits where the most loaded rank leaves room for that (below 2^24 rows with up to 64 ranks), else 64. There is
+// hardly a branch, so choices of a step that do not need each other overlap: a warp mostly waits for its own results.
 #pragma once
 
 #include "plan.cuh"
@@ -89,8 +89,8 @@ struct Source {
 
 // Experts are counted in the order of `Orders::expert_at`, so a rank's first one has most rows, and gives first.
 template <typename Key, int kPerLane>
-__device__ __forceinline__ void start(Ranks<Key, kPerLane>& ranks, const Run& run, const Domain& d, const Orders& orders,
-                                      int tau, const Rule& rule) {
+__device__ __forceinline__ void start(Ranks<Key, kPerLane>& ranks, const Run& run, const Domain& d,
+                                      const Orders& orders, int tau, const Rule& rule) {
     const int* rank_at = rule.ascending ? orders.least_first : orders.most_first;
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) {
@@ -129,8 +129,8 @@ __device__ __forceinline__ Source<Key> source_of(const Ranks<Key, kPerLane>& ran
             value_at(ranks.need, place)};
 }
 
-// What each of a lane's ranks can do for an expert: rows that it can take into its slack, and rows that it can give away
-// beside what it needs to; 0 and -1 where it has no slot or holds the expert.
+// What each of a lane's ranks can do for an expert: rows that it can take into its slack, and rows that it can give
+// away beside what it needs to; 0 and -1 where it has no slot or holds the expert.
 template <int kPerLane>
 struct Offers {
     int slack[kPerLane], spare[kPerLane];
@@ -178,8 +178,8 @@ __device__ __forceinline__ Key bid_target(const Ranks<Key, kPerLane>& ranks, con
     return best;
 }
 
-// The place of the lane's first source, behind the one that gives, that can take the piece and give away as much more of
-// its own.
+// The place of the lane's first source, behind the one that gives, that can take the piece and give away as much more
+// of its own.
 template <typename Key, int kPerLane>
 __device__ __forceinline__ int bid_relay(const Ranks<Key, kPerLane>& ranks, const Offers<kPerLane>& offers,
                                          const Source<Key>& source) {

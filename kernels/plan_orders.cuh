@@ -13,7 +13,7 @@ __device__ __forceinline__ void add_to(int* at, int4 v) {
 }
 __device__ __forceinline__ void add_to(int* at, int v) { atomicAdd(at, v); }
 
-// Columns of one or four experts a thread, sources in turn. All loads of a batch are under way before the first is added.
+// Columns of one or four experts a thread, sources in turn. All loads of a batch are under way before one is added.
 template <typename V>
 __device__ void add_sources(const Plan& p, const Domain& d, int* total) {
     constexpr int kWide = sizeof(V) / sizeof(int), kBatch = 8;
@@ -108,9 +108,10 @@ __device__ void find_bound(const Domain& d, const Orders& orders, int* bound) {
     for (int k = 1 + threadIdx.x / kWarp; k < d.R; k += kPlanWarps) {
         int gone = 0, stuck = 0;
         for (int first = 0; first < d.E; first += kWarp) {
-            const bool inside = first + lane < d.E && orders.sorted_place[first + lane] < k;
+            const int at = first + lane;
+            const bool inside = at < d.E && orders.sorted_place[at] < k;
             const unsigned all = __ballot_sync(kAll, inside);
-            if (inside && gone + __popc(all & ((1u << lane) - 1)) >= d.S * (d.R - k)) stuck += orders.sorted_rows[first + lane];
+            if (inside && gone + __popc(all & ((1u << lane) - 1)) >= d.S * (d.R - k)) stuck += orders.sorted_rows[at];
             gone += __popc(all);
         }
         const int rows = static_cast<int>(__reduce_add_sync(kAll, static_cast<unsigned>(stuck)));

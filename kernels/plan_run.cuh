@@ -1,8 +1,8 @@
 // One greedy run, which is what one warp does: a chain of some R steps, each of them a few reductions over its lanes.
 //
 // A step needs no memory but the experts of the one or two ranks that it changes. Shared memory is private to a lane
-// until the run ends: expert l of a rank to lane l % 32, slots to the lane that holds their rank. So there is nothing to
-// wait for. While a step finds the target of a piece, it also finds the next source beside the one that gives now.
+// until the run ends: expert l of a rank to lane l % 32, slots to the lane that holds their rank. So there is nothing
+// to wait for. While a step finds the target of a piece, it also finds the best source beside the one that gives now.
 #pragma once
 
 #include "plan_choose.cuh"
@@ -87,8 +87,8 @@ __device__ __forceinline__ void give(Ranks<Key, kPerLane>& ranks, int place, int
 // A piece moves, or its expert is closed where no rank takes it; returns the source as it is then.
 template <typename Key, int kPerLane>
 __device__ __forceinline__ Source<Key> move_piece(Ranks<Key, kPerLane>& ranks, const Run& run, const Domain& d,
-                                                  bool largest, const Source<Key>& source, int rest, int rows, bool relay,
-                                                  int which) {
+                                                  bool largest, const Source<Key>& source, int rest, int rows,
+                                                  bool relay, int which) {
     using B = Bid<Key, kPerLane>;
     take(ranks, run, d, source.expert, rows, relay, which);
     give(ranks, source.place, rows);
@@ -101,8 +101,8 @@ __device__ __forceinline__ Source<Key> move_piece(Ranks<Key, kPerLane>& ranks, c
 
 // A relay has more to give away now; returns the best source of all.
 template <typename Key, int kPerLane>
-__device__ __forceinline__ Source<Key> pass_on(Ranks<Key, kPerLane>& ranks, const Run& run, const Domain& d, bool largest,
-                                               int place) {
+__device__ __forceinline__ Source<Key> pass_on(Ranks<Key, kPerLane>& ranks, const Run& run, const Domain& d,
+                                               bool largest, int place) {
     using B = Bid<Key, kPerLane>;
     const int rank = value_at(ranks.rank, place), need = value_at(ranks.need, place);
     const Given next = find_giver<B, Key>(run, d, largest, rank, first_rest(run, d, rank), need, -1, 0);
@@ -137,7 +137,8 @@ __device__ __forceinline__ Source<Key> better(const Source<Key>& a, const Source
 
 // One run with threshold tau; returns its largest load and its number of pieces.
 template <typename Key, int kPerLane>
-__device__ __forceinline__ int2 greedy(const Run& run, const Domain& d, const Orders& orders, int tau, const Rule& rule) {
+__device__ __forceinline__ int2 greedy(const Run& run, const Domain& d, const Orders& orders, int tau,
+                                       const Rule& rule) {
     Ranks<Key, kPerLane> ranks;
     start(ranks, run, d, orders, tau, rule);
     int pieces = 0;

@@ -1,7 +1,7 @@
-// Planner of replicas: one cluster of blocks a domain, one warp a greedy run. It tries the sixteen rules for the mean as
-// threshold, which mostly is reached, then for narrower ones.
+// Planner of replicas: one cluster of blocks a domain, one warp a greedy run. It tries the sixteen rules for the mean
+// as threshold, which mostly is reached, then for narrower ones.
 //
-// Every block keeps the loads and orders itself, runs its share, and tells all blocks how its runs came out. So all know
+// Every block keeps loads and orders itself, runs its share, and tells all blocks how its runs came out. So all know
 // which run is best, and only the block that has it keeps it and writes the plan in the end: no run is ever moved.
 #pragma once
 
@@ -92,7 +92,8 @@ template <int kPerLane>
 __global__ void __launch_bounds__(kPlanThreads, 1) plan_replicas(Plan p) {
     const int blocks = cluster_blocks();
     const Domain d = domain_of(p, blockIdx.x / blocks, gridDim.x / blocks);
-    Search s{d, carve_memory(block_memory(), d), block_in_cluster(), blocks, static_cast<int>(threadIdx.x) / kWarp, 0, 0};
+    const int warp = threadIdx.x / kWarp;
+    Search s{d, carve_memory(block_memory(), d), block_in_cluster(), blocks, warp, 0, 0};
     clear_quotas(p, d, s.block, blocks);
     sum_sources(p, d, s.m.orders.total);
     find_orders(d, s.m.orders);

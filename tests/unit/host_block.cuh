@@ -2,6 +2,7 @@
 // other and meet at barriers. A test puts this file in the place of kernels/common.cuh and of kernels/cluster.cuh.
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -48,7 +49,9 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 enum State { kRuns, kAtWarp, kAtBlock, kAtCluster, kDone };
 constexpr int kStack = 1 << 16, kMost = 4096, kMemory = 1 << 18;
-static ucontext_t scheduler, fibers[kMost];
+static ucontext_t fresh[kMost];  // a fiber that has not run yet; later jumps make no system call
+static jmp_buf scheduler, fibers[kMost];
+static bool started[kMost];
 static std::unique_ptr<char[]> stacks(new char[static_cast<size_t>(kStack) * kMost]);  // touched where it is used
 static State states[kMost];
 static uint64_t passed[kMost];
@@ -60,9 +63,14 @@ static void resume(int fiber) {
     current = fiber;
     threadIdx.x = fiber % blockDim.x;
     blockIdx.x = first_block + fiber / blockDim.x;
-    swapcontext(&scheduler, &fibers[fiber]);
+    if (_setjmp(scheduler) != 0) return;
+    if (started[fiber]) _longjmp(fibers[fiber], 1);
+    started[fiber] = true;
+    setcontext(&fresh[fiber]);
 }
-static void to_scheduler() { swapcontext(&fibers[current], &scheduler); }
+static void to_scheduler() {
+    if (_setjmp(fibers[current]) == 0) _longjmp(scheduler, 1);
+}
 static void wait_at(State barrier) {
     states[current] = barrier;
     to_scheduler();
@@ -103,11 +111,12 @@ static void launch(int grid, int threads, std::function<void()> kernel, int clus
     if (threads * cluster > kMost || grid % cluster != 0) throw std::runtime_error("no such launch");
     for (first_block = 0; first_block < grid; first_block += cluster) {
         for (int f = 0; f < threads * cluster; ++f) {
-            getcontext(&fibers[f]);
-            fibers[f].uc_stack.ss_sp = &stacks[static_cast<size_t>(f) * kStack];
-            fibers[f].uc_stack.ss_size = kStack;
-            makecontext(&fibers[f], run_fiber, 0);
+            getcontext(&fresh[f]);
+            fresh[f].uc_stack.ss_sp = &stacks[static_cast<size_t>(f) * kStack];
+            fresh[f].uc_stack.ss_size = kStack;
+            makecontext(&fresh[f], run_fiber, 0);
             states[f] = kRuns;
+            started[f] = false;
         }
         while (advance(threads)) {
         }
