@@ -1,8 +1,8 @@
 // What a greedy run looks at in every rank, in the registers of a warp's lanes, and the choices of a step.
 //
 // Ranks stand in the run's own order: lane i holds those at places i*kPerLane and behind. A choice is a *bid* of each
-// lane and one reduction for the largest: rows and the number of who has them share an integer, which settles ties, too.
-// It has 32 bits where the most loaded rank leaves room for that (below 2^24 rows with up to 64 ranks), else 64. There is
+// lane and one reduction for the largest: rows and the number of who has them share an integer, which settles ties. It
+// has 32 bits where the most loaded rank leaves room for that (below 2^24 rows with up to 64 ranks), else 64. There is
 // hardly a branch, so choices of a step that do not need each other overlap: a warp mostly waits for its own results.
 #pragma once
 

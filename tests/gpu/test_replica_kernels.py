@@ -72,7 +72,8 @@ def test_random_loads() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "num_local", "slots"), [(8, 32, 2), (33, 2, 1), (64, 4, 2), (64, 4, 1), (128, 2, 2), (256, 2, 1)]
+    ("num_ranks", "num_local", "slots"),
+    [(2, 80, 2), (8, 32, 2), (33, 2, 1), (64, 4, 2), (64, 4, 1), (128, 2, 2), (256, 2, 1), (320, 1, 1)],
 )
 @pytest.mark.parametrize("min_quota", [1, 64])
 def test_large_loads(num_ranks: int, num_local: int, slots: int, min_quota: int) -> None:
@@ -83,6 +84,16 @@ def test_large_loads(num_ranks: int, num_local: int, slots: int, min_quota: int)
     same(load, slots, min_quota, tolerance=10)
     if num_ranks % 2 == 0:
         same(load, slots, min_quota, num_ranks // 2)
+
+
+def test_more_ranks_than_a_warp_can_hold_are_refused() -> None:
+    from moe_ep.kernels.build import KernelError
+
+    load = torch.ones(1024, 1024, dtype=torch.int32, device="cuda")
+    for planner in ("quota", "fixed_rows"):
+        with pytest.raises(KernelError, match="the kernels plan up to 512 ranks of a domain, got 1024"):
+            plan_on_device(load, 1, 1, planner)
+    assert int(plan_on_device(load, 1, 1, "fixed_rows", domain_size=512).max_load) == 1024
 
 
 def tokens(num_ranks: int, num_experts: int, num_tokens: int, top_k: int, seed: int) -> list[Tensor]:
