@@ -21,7 +21,7 @@ from moe_ep.quack_experts import compile_kernels
 from moe_ep.quack_library import Plans
 from moe_ep.quack_mlp import quack_swiglu
 from tests.unit.quack_double import Double
-from tests.unit.test_experts import (
+from tests.unit.small_experts import (
     COUNTS,
     assert_close,
     expected,
