@@ -6,6 +6,7 @@
     eplb-exact    the same from the load of this very micro-batch, as UltraEP's authors compare with
     least-loaded  excess over the mean spills to the least loaded rank (after LLEP, arXiv 2601.17111), same slots
     quota         moe_ep's planner, rerouted as in training
+    quota-joint   the same for micro-batches that interleave: one placement, quotas of their own; sent once for all
     fixed_rows    the other one; it has no smallest quota
 
 EPLB moves masters, so its copies bring optimizer states along in training; only weights are counted here.
@@ -15,14 +16,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from moe_ep.recompute import even_experts
-from moe_ep.replica import Plan, plan, reroute
+from moe_ep.replica import Plan, plan, plan_together, reroute
 from moe_ep.replica.checks import Planner, check_slots
 from moe_ep.routing import Routing
 
@@ -61,8 +62,14 @@ class Policy(Protocol):
     def name(self) -> str:
         """As in the list above."""
 
-    def place(self, load: Tensor, past: Sequence[Tensor]) -> Placement:
-        """Decide from the load int64 [R, E], and from earlier totals int64 [E], the latest last."""
+    def place(self, loads: Sequence[Tensor], number: int, past: Sequence[Tensor]) -> Placement:
+        """Decide for micro-batch `number` of those that interleave, from its load int64 [R, E].
+
+        Args:
+            loads: of all micro-batches that interleave.
+            number: which of them.
+            past: earlier totals int64 [E], the latest last.
+        """
 
 
 def destinations(placement: Placement, ids: Tensor, setting: Setting, rank: int) -> Tensor:
@@ -100,7 +107,7 @@ class Still:
     name: str
     setting: Setting
 
-    def place(self, load: Tensor, past: Sequence[Tensor]) -> Placement:
+    def place(self, loads: Sequence[Tensor], number: int, past: Sequence[Tensor]) -> Placement:
         """No copies."""
         return Placement(replicas=0, sent=[0] * self.setting.num_ranks, even=self.name == "balanced")
 
@@ -123,10 +130,10 @@ class Planned:
     def _min_quota(self) -> int:
         return self.setting.min_quota if self.name == "quota" else 1
 
-    def place(self, load: Tensor, past: Sequence[Tensor]) -> Placement:
+    def place(self, loads: Sequence[Tensor], number: int, past: Sequence[Tensor]) -> Placement:
         """The planner's plan."""
         tolerance = self.setting.tolerance if self.name == "quota" else 0
-        return planned(plan(load, self.setting.slots, self._min_quota, self.name, tolerance=tolerance))
+        return planned(plan(loads[number], self.setting.slots, self._min_quota, self.name, tolerance=tolerance))
 
 
 def planned(made: Plan) -> Placement:
@@ -136,15 +143,28 @@ def planned(made: Plan) -> Placement:
 
 
 @dataclass(slots=True)
+class Joint:
+    """quota-joint: every micro-batch plans for all of them, as each rank of a training run does once."""
+
+    setting: Setting
+    name: str = "quota-joint"
+
+    def place(self, loads: Sequence[Tensor], number: int, past: Sequence[Tensor]) -> Placement:
+        """One of the plans; weights travel with the first micro-batch."""
+        placement = planned(plan_together(loads, self.setting.slots, self.setting.min_quota)[number])
+        return placement if number == 0 else replace(placement, sent=[0] * self.setting.num_ranks)
+
+
+@dataclass(slots=True)
 class LeastLoaded:
     """Experts in order of load spill what exceeds the mean on their rank to the least loaded rank with a slot."""
 
     setting: Setting
     name: str = "least-loaded"
 
-    def place(self, load: Tensor, past: Sequence[Tensor]) -> Placement:
+    def place(self, loads: Sequence[Tensor], number: int, past: Sequence[Tensor]) -> Placement:
         """Spill, at least `min_quota` rows at a time."""
-        s = self.setting
+        s, load = self.setting, loads[number]
         total = load.sum(0).tolist()
         rows = [sum(total[r * s.num_local : (r + 1) * s.num_local]) for r in range(s.num_ranks)]
         mean, free = -(-sum(total) // s.num_ranks), [s.slots] * s.num_ranks
@@ -180,9 +200,9 @@ class Eplb:
     window: int  # earlier micro-batches that it sees; 0: the load of this one
     held: list[set[int]] | None = None
 
-    def place(self, load: Tensor, past: Sequence[Tensor]) -> Placement:
+    def place(self, loads: Sequence[Tensor], number: int, past: Sequence[Tensor]) -> Placement:
         """A new placement of all experts; without any past nothing moves."""
-        s = self.setting
+        s, load = self.setting, loads[number]
         before = self.held or [set(range(r * s.num_local, (r + 1) * s.num_local)) for r in range(s.num_ranks)]
         seen = [load.sum(0)] if self.window == 0 else list(past[-self.window :])
         ranks = pack(torch.stack(seen).sum(0).tolist(), s) if seen else [sorted(held) for held in before]
@@ -223,7 +243,7 @@ def pack(load_E: list[int], setting: Setting) -> list[list[int]]:
     return ranks
 
 
-POLICIES = ("none", "balanced", "eplb-history", "eplb-exact", "least-loaded", "quota", "fixed_rows")
+POLICIES = ("none", "balanced", "eplb-history", "eplb-exact", "least-loaded", "quota", "quota-joint", "fixed_rows")
 
 
 def build_policy(name: str, setting: Setting, window: int) -> Policy:
@@ -236,6 +256,8 @@ def build_policy(name: str, setting: Setting, window: int) -> Policy:
         return Still(name, setting)
     if name in ("quota", "fixed_rows"):
         return Planned("quota" if name == "quota" else "fixed_rows", setting)
+    if name == "quota-joint":
+        return Joint(setting)
     if name == "least-loaded":
         return LeastLoaded(setting)
     return Eplb(setting, name, window if name == "eplb-history" else 0)

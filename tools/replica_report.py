@@ -12,7 +12,7 @@ really rerouted and counted at their destinations. Columns:
     bound       of max/mean: no placement with so many slots and fixed masters gets below (1: the mean is the bound)
     replicas    copies on all ranks; sent: MiB of expert weights that the busiest rank sends for a micro-batch
     remote      share of rows computed on another rank; sends: distinct (token, other rank) pairs for a token
-    plan        median milliseconds of deciding on this CPU, tokens not included
+    plan        median milliseconds of deciding on this CPU, tokens not included; quota-joint: for all together
 
 Exit status: 0 fine, 2 something that cannot be read or compared.
 """
@@ -43,7 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         names = [name for name in chosen.policies.split(",") if name]
         for name in names:
             require(name in POLICIES, f"--policies: {name!r} is unknown; {nearest(name, POLICIES)}")
-        require(chosen.every >= 1 and chosen.window >= 1, "--every and --window must be at least 1")
+        for name in ("every", "window", "together"):
+            require(getattr(chosen, name) >= 1, f"--{name} must be at least 1, got {getattr(chosen, name)}")
         reports = [measure(name, steps, chosen, names) for name, steps in traces(chosen.traces)]
         for report in reports:
             print("\n".join(lines_of(report, chosen)))
@@ -64,6 +65,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--min-quota", type=int, default=1, help="fewest rows of a replica (default 1)")
     parser.add_argument("--tolerance", type=int, default=0, help="quota: thousandths above the mean that will do")
     parser.add_argument("--window", type=int, default=8, help="micro-batches that eplb-history sees (default 8)")
+    parser.add_argument("--together", type=int, default=2, help="micro-batches that interleave, for quota-joint")
     parser.add_argument("--every", type=int, default=1, help="take every n-th step (default 1: all)")
     parser.add_argument("--policies", default=",".join(POLICIES), help="separated by commas (default: all)")
     parser.add_argument("--plot", type=Path, default=None, help="draw max/mean over micro-batches into this file")

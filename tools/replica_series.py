@@ -15,7 +15,7 @@ from moe_ep.replica.checks import check_slots
 from moe_ep.replica.planners import lower_bound
 from moe_ep.schema import require
 from recipes.routing_trace import Step, TraceHeader
-from tools.replica_policies import Policy, Setting, build_policy, destinations
+from tools.replica_policies import Placement, Policy, Setting, build_policy, destinations
 
 
 @dataclass(slots=True)
@@ -53,19 +53,21 @@ def measure(name: str, steps: Iterable[Step], chosen: argparse.Namespace, names:
         header = step.header
         report = report or Report(name, header)
         setting = setting_of(header, chosen)
-        for micro in range(header.micro_batches):
-            for layer in range(header.layers):
-                ids = [rank[layer, micro].long() for rank in step.ids]
-                load = torch.stack([expert_load(rank, header.num_experts) for rank in ids])
-                seen = past.setdefault((header.replica, layer), [])
-                note_bound(report, layer, load, chosen.slots)
-                for policy_name in fitting(names, setting):
-                    key = (header.replica, layer, policy_name)
-                    if key not in policies:
-                        policies[key] = build_policy(policy_name, setting, chosen.window)
-                    series = report.series.setdefault((layer, policy_name), Series())
-                    run(policies[key], ids, load, seen, setting, series)
-                seen.append(load.sum(0))
+        for layer in range(header.layers):
+            seen = past.setdefault((header.replica, layer), [])
+            for micros in interleaved(header.micro_batches, chosen.together):
+                ids = [[rank[layer, micro].long() for rank in step.ids] for micro in micros]
+                loads = [torch.stack([expert_load(rank, header.num_experts) for rank in each]) for each in ids]
+                for number, load in enumerate(loads):
+                    note_bound(report, layer, load, chosen.slots)
+                    for policy_name in fitting(names, setting):
+                        key = (header.replica, layer, policy_name)
+                        if key not in policies:
+                            policies[key] = build_policy(policy_name, setting, chosen.window)
+                        series = report.series.setdefault((layer, policy_name), Series())
+                        placement = decide(policies[key], loads, number, seen, series)
+                        count(placement, ids[number], setting, series)
+                    seen.append(load.sum(0))
     assert report is not None, "a trace without steps"
     return report
 
@@ -96,13 +98,21 @@ def note_bound(report: Report, layer: int, load: Tensor, slots: int) -> None:
     report.bounds.setdefault(layer, []).append(bound / mean if mean else 1.0)
 
 
-def run(
-    policy: Policy, ids: Sequence[Tensor], load: Tensor, past: Sequence[Tensor], setting: Setting, series: Series
-) -> None:
-    """One micro-batch: decide, send, count."""
+def interleaved(micro_batches: int, together: int) -> list[range]:
+    """The micro-batches of a step, so many at a time."""
+    return [range(first, min(first + together, micro_batches)) for first in range(0, micro_batches, together)]
+
+
+def decide(policy: Policy, loads: Sequence[Tensor], number: int, past: Sequence[Tensor], series: Series) -> Placement:
+    """The placement of one micro-batch of those that interleave, timed."""
     started = time.perf_counter()
-    placement = policy.place(load, past)
+    placement = policy.place(loads, number, past)
     series.plan_ms.append(1e3 * (time.perf_counter() - started))
+    return placement
+
+
+def count(placement: Placement, ids: Sequence[Tensor], setting: Setting, series: Series) -> None:
+    """Send every rank's tokens as decided, and count."""
     rows_R = torch.zeros(setting.num_ranks, dtype=torch.int64)
     stayed = tokens = sends = 0
     for rank, ids_TK in enumerate(ids):

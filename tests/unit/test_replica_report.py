@@ -86,6 +86,21 @@ def test_history_lags_behind_a_burst() -> None:
     assert max(report.series[0, "quota"].peak) < 1.02
 
 
+@pytest.mark.parametrize("together", [1, 2, 3, 4])
+def test_micro_batches_placed_together_send_once(together: int) -> None:
+    """A step of four: weights travel once for each group, and every plan of a group fills the same slots."""
+    trace = "zipf:R=8,E=32,K=2,T=256,steps=1,skew=2"
+    report = figures(trace, "--policies", "none,quota,quota-joint", "--together", str(together))
+    alone, joint = report.series[0, "quota"], report.series[0, "quota-joint"]
+    assert [count > 0 for count in joint.sent] == [n % together == 0 for n in range(4)]
+    assert sum(count > 0 for count in alone.sent) == 4
+    first = joint.replicas[::together]
+    assert joint.replicas == [first[n // together] for n in range(4)]
+    for home, apart, shared in zip(report.series[0, "none"].peak, alone.peak, joint.peak, strict=True):
+        assert apart <= shared < 1.1 < home
+    assert together > 1 or joint.peak == alone.peak
+
+
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_policy_computes_every_row_once(name: str) -> None:
     setting = Setting(num_ranks=4, num_experts=8, slots=2, min_quota=1)
@@ -95,7 +110,7 @@ def test_every_policy_computes_every_row_once(name: str) -> None:
     for _ in range(3):
         ids = [(torch.rand(20, 2, generator=generator) ** 3 * 9).long() - 1 for _ in range(4)]
         load = torch.stack([expert_load(rank, 8) for rank in ids])
-        placement = policy.place(load, past)
+        placement = policy.place([load], 0, past)
         dest = [destinations(placement, rank_ids, setting, rank) for rank, rank_ids in enumerate(ids)]
         assert len(placement.sent) == 4
         if name != "balanced":
@@ -168,7 +183,9 @@ def test_what_cannot_be_read_ends_with_2(tmp_path: Path, capsys: pytest.CaptureF
         ([str(tmp_path / "missing")], "is no routing trace"),
         ([str(torn)], "is no routing trace"),
         (["zipf", "--policies", "quotas"], "'quotas' is unknown"),
-        (["zipf", "--every", "0"], "--every and --window must be at least 1"),
+        (["zipf", "--every", "0"], "--every must be at least 1, got 0"),
+        (["zipf", "--window", "0"], "--window must be at least 1, got 0"),
+        (["zipf", "--together", "-1"], "--together must be at least 1, got -1"),
         (["zipf:R=3"], "R = 3 must divide E = 64"),
         (["zipf", "--slots", "-1"], "slots = -1 must be at least 0"),
     ):
