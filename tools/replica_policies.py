@@ -151,8 +151,9 @@ class Joint:
 
     def place(self, loads: Sequence[Tensor], number: int, past: Sequence[Tensor]) -> Placement:
         """One of the plans; weights travel with the first micro-batch."""
-        placement = planned(plan_together(loads, self.setting.slots, self.setting.min_quota)[number])
-        return placement if number == 0 else replace(placement, sent=[0] * self.setting.num_ranks)
+        s = self.setting
+        placement = planned(plan_together(loads, s.slots, s.min_quota, tolerance=s.tolerance)[number])
+        return placement if number == 0 else replace(placement, sent=[0] * s.num_ranks)
 
 
 @dataclass(slots=True)

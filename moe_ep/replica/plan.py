@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ..errors import PlanError
 from .checks import Planner, check_load
-from .planners import fixed_rows, lower_bound, quota_rows
+from .placed import rows_on
+from .planners import fixed_rows, good_enough, lower_bound, quota_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +147,7 @@ def plan(
 
 
 def plan_together(
-    loads: Sequence[Tensor], slots: int, min_quota: int = 1, *, domain_size: int | None = None
+    loads: Sequence[Tensor], slots: int, min_quota: int = 1, *, tolerance: int = 0, domain_size: int | None = None
 ) -> list[Plan]:
     """Plan M micro-batches on one placement, so that one weight_sync serves them all.
 
@@ -157,6 +158,7 @@ def plan_together(
         loads: of each micro-batch, as for `plan`.
         slots: as for `plan`.
         min_quota: fewest rows of a replica where it is placed.
+        tolerance: as for `plan`; a micro-batch that what is placed brings so near to its mean adds no replica.
         domain_size: as for `plan`.
 
     Raises:
@@ -165,7 +167,7 @@ def plan_together(
     if not loads or any(load.shape != loads[0].shape or load.dtype != loads[0].dtype for load in loads):
         raise PlanError(f"loads must be of one shape and dtype, got {[tuple(load.shape) for load in loads]}")
     for load in loads:
-        check_load(load, slots, min_quota, "quota", domain_size)
+        check_load(load, slots, min_quota, "quota", domain_size, tolerance)
     num_ranks, num_experts = loads[0].shape
     size = domain_size or num_ranks
     domains = _domains(num_ranks, num_experts // num_ranks, size)
@@ -173,22 +175,28 @@ def plan_together(
     quotas = torch.zeros((len(loads), num_experts, num_ranks), dtype=torch.int64)
     placed = torch.zeros((num_experts, num_ranks), dtype=torch.bool)
     for experts, ranks in domains:
-        here = _place_together(totals[:, experts], size, slots, min_quota)
-        placed[experts, ranks] = here
-        for quota, total_E in zip(quotas, totals, strict=True):
-            quota[experts, ranks] = quota_rows(total_E[experts], torch.zeros(size, dtype=torch.int64), here, 1)
+        placed[experts, ranks], quotas[:, experts, ranks] = _place_together(
+            totals[:, experts], size, slots, min_quota, tolerance
+        )
     instances = _fill_slots(placed, slots)
     return [_plan_of(load, q, t, domains, instances) for load, q, t in zip(loads, quotas, totals, strict=True)]
 
 
-def _place_together(totals: Tensor, num_ranks: int, slots: int, min_quota: int) -> Tensor:
-    """Replicas bool [E, R] for the sum of the micro-batches' rows int64 [M, E], and then for each."""
+def _place_together(
+    totals: Tensor, num_ranks: int, slots: int, min_quota: int, tolerance: int
+) -> tuple[Tensor, Tensor]:
+    """Replicas bool [E, R] for rows int64 [M, E] of micro-batches, and quotas int64 [M, E, R] on them.
+
+    First the sum's replicas, then further ones for each micro-batch that all so far leave too uneven.
+    """
     own = torch.arange(num_ranks).repeat_interleave(totals.shape[1] // num_ranks)[:, None] == torch.arange(num_ranks)
     placed = torch.zeros_like(own)
     for total_E in (totals.sum(0), *totals):
-        quota = quota_rows(total_E, slots - placed.sum(0), placed, min_quota)
-        placed |= (quota > 0) & ~own
-    return placed
+        enough = good_enough(total_E, num_ranks, tolerance)
+        if int(rows_on(total_E, placed | own, enough).sum(0).amax()) > enough:
+            quota = quota_rows(total_E, slots - placed.sum(0), placed, min_quota, tolerance)
+            placed |= (quota > 0) & ~own
+    return placed, torch.stack([rows_on(t, placed | own, good_enough(t, num_ranks, tolerance)) for t in totals])
 
 
 def _domains(num_ranks: int, num_local: int, size: int) -> list[tuple[slice, slice]]:

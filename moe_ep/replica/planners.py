@@ -49,8 +49,7 @@ def quota_rows(load_E: Tensor, free_R: Tensor, placed: Tensor, min_quota: int, t
     experts = torch.arange(len(load_E))
     home = experts // (len(load_E) // num_ranks)
     quota[experts, home] = load_E
-    mean, best = -(-int(load_E.sum()) // num_ranks), int(quota.sum(0).amax())
-    aim = mean + mean * tolerance // 1000
+    aim, best = good_enough(load_E, num_ranks, tolerance), int(quota.sum(0).amax())
     thresholds, step = [aim], best - aim
     most = int((free_R + placed.sum(0)).amax())
     while thresholds and best > max(aim, lower_bound(load_E, num_ranks, most, best)):
@@ -66,6 +65,12 @@ def quota_rows(load_E: Tensor, free_R: Tensor, placed: Tensor, min_quota: int, t
         step = max(1, -(-(best - low) // _THRESHOLDS))
         thresholds = list(range(low, best, step))
     return _drop_useless(quota, home)
+
+
+def good_enough(load_E: Tensor, num_ranks: int, tolerance: int) -> int:
+    """The mean of the ranks, rounded up, and so many thousandths of it more."""
+    mean = -(-int(load_E.sum()) // num_ranks)
+    return mean + mean * tolerance // 1000
 
 
 def _best_run(runs: Runs) -> int:

@@ -35,7 +35,7 @@ def make_plans(replica: ReplicaConfig, loads: Sequence[Tensor], read: Sequence[T
         for load in read:
             check_load(load, replica.slots, replica.min_quota, replica.planner, None)
         if replica.joint:
-            return plan_together(loads, replica.slots, replica.min_quota)
+            return plan_together(loads, replica.slots, replica.min_quota, tolerance=_tolerance(replica))
         if kernels and loads[0].is_cuda:
             return [plan_by_kernels(replica, loads[0])]
         return [plan(loads[0], replica.slots, replica.min_quota, replica.planner, tolerance=_tolerance(replica))]

@@ -27,6 +27,7 @@ PURE = {
     for name in (
         "replica.plan",
         "replica.planners",
+        "replica.placed",
         "replica.checks",
         "replica.greedy",
         "replica.reroute",
