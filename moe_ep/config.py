@@ -86,7 +86,10 @@ class ReplicaConfig:
     def __post_init__(self) -> None:
         check_types(self)
         require(self.slots >= 0, f"slots must not be negative, got {self.slots}; 0 makes no copies")
-        require(self.min_quota >= 1, f"min_quota must be at least 1, got {self.min_quota}")
+        require(
+            1 <= self.min_quota < 2**31,
+            f"min_quota must lie in [1, 2^31), got {self.min_quota}: rows are counted in 32 bits",
+        )
         require(
             self.planner == "quota" or (self.min_quota == 1 and not self.joint),
             f"planner = {self.planner!r} gives every rank its equal share, so min_quota = {self.min_quota} and joint = "

@@ -42,7 +42,7 @@ def check_keys(given: Iterable[str], known: Iterable[str], where: str) -> None:
     names = set(known)
     for key in given:
         if key not in names:
-            raise RecipeError(f"{where}: unknown key {key!r}; {nearest(key, names)}")
+            raise RecipeError(f"{where}: unknown key {key!r}; {nearest(str(key), names)}")
 
 
 def known_keywords(cls: type[C]) -> type[C]:

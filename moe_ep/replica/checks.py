@@ -42,10 +42,14 @@ def check_sizes(
     Raises:
         PlanError: value, limit and way out.
     """
-    if load.dtype not in (torch.int32, torch.int64) or load.dim() != 2 or 0 in load.shape:
-        raise PlanError(
-            f"load must be int32 or int64 [R, E], got {load.dtype} {tuple(load.shape)}; count routes of ids"
-        )
+    check_integers(slots=slots, min_quota=min_quota, tolerance=tolerance)
+    if domain_size is not None:
+        check_integers(domain_size=domain_size)
+    dense = isinstance(load, Tensor) and load.layout == torch.strided
+    if not dense or load.dtype not in (torch.int32, torch.int64) or load.dim() != 2 or 0 in load.shape:
+        got = f"{load.dtype} {tuple(load.shape)}" if isinstance(load, Tensor) else type(load).__name__
+        got += "" if dense or not isinstance(load, Tensor) else f" {load.layout}"
+        raise PlanError(f"load must be int32 or int64 [R, E], a dense tensor, got {got}; count routes of ids")
     num_ranks, num_experts = load.shape
     if num_experts % num_ranks:
         raise PlanError(f"{num_experts} experts cannot be divided among {num_ranks} ranks; choose a divisor for R")
@@ -56,6 +60,17 @@ def check_sizes(
         raise PlanError(
             f"tolerance = {tolerance} must lie in [0, 1000], thousandths of the mean, and be 0 for fixed_rows"
         )
+
+
+def check_integers(**values: object) -> None:
+    """Refuse what is no whole number.
+
+    Raises:
+        PlanError: name, value and type.
+    """
+    for name, value in values.items():
+        if type(value) is not int:
+            raise PlanError(f"{name} = {value!r} must be int, got {type(value).__name__}")
 
 
 def check_slots(planner: str, slots: int, min_quota: int, num_local: int, expert_bytes: int | None = None) -> None:
@@ -73,8 +88,11 @@ def check_slots(planner: str, slots: int, min_quota: int, num_local: int, expert
     """
     if planner not in get_args(Planner):
         raise PlanError(f"planner = {planner!r} is unknown; use one of {', '.join(get_args(Planner))}")
-    if slots < 0 or min_quota < 1:
-        raise PlanError(f"slots = {slots} must be at least 0 and min_quota = {min_quota} at least 1")
+    if slots < 0 or not 1 <= min_quota <= LARGEST_TOTAL:
+        raise PlanError(
+            f"slots = {slots} must be at least 0 and min_quota = {min_quota} at least 1 and below 2^31; rows are "
+            "counted in 32 bits"
+        )
     if planner != "fixed_rows":
         return
     if min_quota != 1:

@@ -164,10 +164,14 @@ def plan_together(
     Raises:
         PlanError: as `plan`; no loads, or loads of different shapes.
     """
-    if not loads or any(load.shape != loads[0].shape or load.dtype != loads[0].dtype for load in loads):
-        raise PlanError(f"loads must be of one shape and dtype, got {[tuple(load.shape) for load in loads]}")
+    if not isinstance(loads, list | tuple) or not loads:
+        got = "none" if isinstance(loads, list | tuple) else type(loads).__name__
+        raise PlanError(f"loads must be a list, with one of each micro-batch, got {got}")
     for load in loads:
         check_load(load, slots, min_quota, "quota", domain_size, tolerance)
+    if any(load.shape != loads[0].shape or load.dtype != loads[0].dtype for load in loads):
+        kinds = ", ".join(f"{load.dtype} {tuple(load.shape)}" for load in loads)
+        raise PlanError(f"loads must be of one shape and dtype, got {kinds}")
     num_ranks, num_experts = loads[0].shape
     size = domain_size or num_ranks
     domains = _domains(num_ranks, num_experts // num_ranks, size)

@@ -93,6 +93,9 @@ def check_group(routing: Routing, plan: Plan, rank: int) -> None:
     Raises:
         InputError: the numbers of both.
     """
+    if not (isinstance(routing, Routing) and isinstance(plan, Plan) and type(rank) is int):
+        kinds = [type(given).__name__ for given in (routing, plan, rank)]
+        raise InputError(f"reroute takes a Routing, a Plan and a rank, got {', '.join(kinds)}")
     if routing.num_experts != plan.num_experts or not 0 <= rank < plan.num_ranks:
         raise InputError(
             f"the routing has {routing.num_experts} experts and comes from rank {rank}, the plan has {plan.num_experts}"

@@ -58,6 +58,8 @@ def test_an_unknown_keyword_names_the_nearest_known_one() -> None:
         dataclasses.replace(ReplicaConfig(), slot=2)  # type: ignore[call-arg]
     with pytest.raises(RecipeError, match=r"replica: unknown key 'slot'; did you mean 'slots'\?"):
         MoEConfig(**SIZES, replica={"slot": 2})
+    with pytest.raises(RecipeError, match=r"replica: unknown key 1; known: joint,"):
+        MoEConfig(**SIZES, replica={1: 2})
 
 
 REFUSED = [
@@ -185,6 +187,10 @@ def test_a_grouped_router_is_taken_exactly_when_every_group_can_give_its_share(
         (dict(max_tokens=6.5), "max_tokens = 6.5 must be int, got float"),
         (dict(top_k=2.0), "top_k = 2.0 must be int, got float"),
         (dict(dtype=torch.bfloat16), "dtype = torch.bfloat16 must be str, got dtype; write its name, 'bfloat16'"),
+        (
+            dict(replica=dict(slots=1, min_quota=2**31)),
+            "replica: min_quota must lie in [1, 2^31), got 2147483648: rows are counted in 32 bits",
+        ),
         (dict(replica=2), "replica = 2 must be ReplicaConfig, got int; give a dict of its fields: slots, planner,"),
         (dict(init_std="x"), "init_std = 'x' must be float, got str"),
         (dict(options="expand"), "options = 'expand' must be a dict, such as {'expand': True}, or (key, value) pairs"),

@@ -374,9 +374,12 @@ def test_micro_batches_in_domains_and_senseless_ones() -> None:
     for one in plan_together(loads, 1, domain_size=2):
         verify(one, idle_replicas=True)
         assert not one.quota[~(torch.arange(8)[:, None] // 4 == torch.arange(4) // 2)].any()
-    for senseless in ([], [loads[0], loads[1][:2]], [loads[0], loads[1].int()]):
+    for senseless in ([loads[0], loads[1].repeat(2, 1)], [loads[0], loads[1].int()]):
         with pytest.raises(PlanError, match="loads must be of one shape and dtype"):
-            plan_together(senseless, 1)
+            plan_together(senseless, 1, domain_size=2)
+    for none in ([], None, loads[0]):
+        with pytest.raises(PlanError, match="loads must be a list, with one of each micro-batch, got "):
+            plan_together(none, 1)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="a load is -1"):
         plan_together([loads[0], loads[0] - 1], 1)
 
@@ -385,7 +388,7 @@ def test_micro_batches_in_domains_and_senseless_ones() -> None:
     ("load", "arguments", "text"),
     [
         (torch.ones(2, 3, dtype=torch.int32), {}, "3 experts cannot be divided among 2 ranks"),
-        (torch.ones(2, 4), {}, "int32 or int64 [R, E], got torch.float32 (2, 4)"),
+        (torch.ones(2, 4), {}, "int32 or int64 [R, E], a dense tensor, got torch.float32 (2, 4)"),
         (torch.ones(4, dtype=torch.int32), {}, "got torch.int32 (4,)"),
         (torch.ones(2, 0, dtype=torch.int32), {}, "got torch.int32 (2, 0)"),
         (torch.tensor([[1, -2], [0, 0]]), {}, "a load is -2"),
@@ -394,6 +397,13 @@ def test_micro_batches_in_domains_and_senseless_ones() -> None:
         (torch.full((2, 2), 2**30, dtype=torch.int32), {}, "4294967296 rows or more"),
         (torch.ones(2, 4, dtype=torch.int32), {"slots": -1}, "slots = -1 must be at least 0"),
         (torch.ones(2, 4, dtype=torch.int32), {"min_quota": 0}, "min_quota = 0 at least 1"),
+        (torch.ones(2, 4, dtype=torch.int32), {"min_quota": 2**31}, "min_quota = 2147483648 at least 1 and below 2^31"),
+        (torch.ones(2, 4, dtype=torch.int32), {"slots": 1.0}, "slots = 1.0 must be int, got float"),
+        (torch.ones(2, 4, dtype=torch.int32), {"min_quota": True}, "min_quota = True must be int, got bool"),
+        (torch.ones(2, 4, dtype=torch.int32), {"tolerance": None}, "tolerance = None must be int, got NoneType"),
+        (torch.ones(2, 4, dtype=torch.int32), {"domain_size": "2"}, "domain_size = '2' must be int, got str"),
+        ([[1, 1]], {}, "a dense tensor, got list; count routes of ids"),
+        (torch.ones(2, 4, dtype=torch.int32).to_sparse(), {}, "got torch.int32 (2, 4) torch.sparse_coo; count routes"),
         (torch.ones(2, 4, dtype=torch.int32), {"planner": "best"}, "planner = 'best' is unknown; use one of quota"),
         (torch.ones(2, 4, dtype=torch.int32), {"tolerance": 1001}, "tolerance = 1001 must lie in [0, 1000]"),
         (
