@@ -377,9 +377,10 @@ def test_micro_batches_in_domains_and_senseless_ones() -> None:
     for senseless in ([loads[0], loads[1].repeat(2, 1)], [loads[0], loads[1].int()]):
         with pytest.raises(PlanError, match="loads must be of one shape and dtype"):
             plan_together(senseless, 1, domain_size=2)
-    for none in ([], None, loads[0]):
+    no_lists: list[Any] = [[], None, loads[0]]
+    for none in no_lists:
         with pytest.raises(PlanError, match="loads must be a list, with one of each micro-batch, got "):
-            plan_together(none, 1)  # type: ignore[arg-type]
+            plan_together(none, 1)
     with pytest.raises(PlanError, match="a load is -1"):
         plan_together([loads[0], loads[0] - 1], 1)
 
@@ -445,7 +446,7 @@ def test_verify_finds_every_broken_promise() -> None:
     def broken(text: str, **fields: list[list[int]] | int) -> None:
         parts = {name: torch.tensor(value, dtype=getattr(good, name).dtype) for name, value in fields.items()}
         with pytest.raises(PlanError, match=text):
-            verify(dataclasses.replace(good, **parts))  # type: ignore[arg-type]
+            verify(dataclasses.replace(good, **parts))
 
     broken("a replica computes no row", quota=[[60, 0], [20, 0], [0, 0], [0, 0]], max_load=80)
     broken("does not hold", instances=[[-1, -1], [-1, -1]])

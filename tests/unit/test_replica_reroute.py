@@ -168,9 +168,9 @@ def test_another_group_is_refused() -> None:
     for routing, rank in ((routing_of(ids, 4), 0), (routing_of(ids, 2), 2), (routing_of(ids, 2), -1)):
         with pytest.raises(InputError, match="plan and reroute with the same expert-parallel group"):
             reroute(routing, made, rank)
-    for given in ((None, made, 0), (routing_of(ids, 2), None, 0), (routing_of(ids, 2), made, True)):
+    for arguments in ((None, made, 0), (routing_of(ids, 2), None, 0), (routing_of(ids, 2), made, True)):
         with pytest.raises(InputError, match="reroute takes a Routing, a Plan and a rank, got "):
-            reroute(*given)  # type: ignore[arg-type]
+            reroute(*arguments)
 
 
 def test_the_kernels_refuse_what_lies_on_the_cpu() -> None:
