@@ -18,8 +18,8 @@ from moe_ep import DominoStack, PeerError, ProtocolError, moe_layers, raise_on_a
 from moe_ep.replica import runtime
 from moe_ep.replica.transport import SlotBuffers
 from moe_ep.testing.ranks import RankPool
+from tests.ranks.broken_steps import all_raise, break_at, step
 from tests.ranks.small_stack import inputs, loss_of, same, small_stack
-from tests.ranks.test_raised_errors import all_raise, break_at, step
 
 ON: dict[str, Any] = dict(replica=dict(slots=2))
 JOINT: dict[str, Any] = dict(replica=dict(slots=2, joint=True))
