@@ -12,7 +12,7 @@ from moe_ep.config import DispatchConfig
 from moe_ep.dispatch import close_dispatchers
 from moe_ep.testing.ranks import RankPool
 from moe_ep.testing.table_deepep import DTYPE, FORMS, HIDDEN
-from tests.ranks import test_deepep  # registers the dispatcher over the doubles
+from tests.ranks import small_deepep  # registers the dispatcher over the doubles
 from tools import bench_deepep, library_bench
 from tools.bench_setting import Place
 from tools.shapes import Shape
@@ -29,7 +29,7 @@ def pool() -> Iterator[RankPool]:
 
 def measured(group: dist.ProcessGroup, rank: int, form: str) -> tuple[set[str], tuple[str, ...], float]:
     config = DispatchConfig(
-        name=test_deepep.DoubledDeepEP.name, num_experts=SHAPE.E, top_k=SHAPE.K, hidden_size=SHAPE.H, dtype=DTYPE,
+        name=small_deepep.DoubledDeepEP.name, num_experts=SHAPE.E, top_k=SHAPE.K, hidden_size=SHAPE.H, dtype=DTYPE,
         max_tokens=SHAPE.T, options=FORMS[form],
     )  # fmt: skip
     place = Place(group=group, rank=rank, num_ranks=2, device=torch.device("cpu"))

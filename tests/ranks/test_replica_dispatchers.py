@@ -21,7 +21,8 @@ from moe_ep import MoEConfig, MoELayer, close_dispatchers
 from moe_ep.dispatch import Dispatcher, find_dispatcher, known_dispatchers
 from moe_ep.load import imbalance, rank_load
 from moe_ep.testing.ranks import RankPool
-from tests.ranks import nccl_ep_variants, test_deepep
+from moe_ep.testing.table_deepep import FORMS
+from tests.ranks import nccl_ep_variants, small_deepep
 
 assert nccl_ep_variants  # imported for its names of the double
 
@@ -32,8 +33,8 @@ CASES: dict[str, dict[str, Any]] = {
     **{name: dict(dispatcher=name) for name in FLOAT32},
     "double-budget": dict(dispatcher="double-budget", experts="loop"),  # torch's experts want counts on the host
     **{
-        f"deepep {form}": dict(dispatcher=test_deepep.DoubledDeepEP.name, dtype="bfloat16", options=options)
-        for form, options in test_deepep.FORMS.items()
+        f"deepep {form}": dict(dispatcher=small_deepep.DoubledDeepEP.name, dtype="bfloat16", options=options)
+        for form, options in FORMS.items()
     },
 }
 # a gradient is rounded to bfloat16 where it is made, and its sum with a copy's once more: 2^-8 of its largest entry
