@@ -155,6 +155,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--dispatchers", default=BASELINE, help=f"NAME or NAME:KEY=VALUE:KEY=VALUE; {BASELINE} is always measured too")
     add("--shape", nargs="+", default=["dsv3"], help=f"T,H,I,E,K or one of {', '.join(PRESETS)}; several in a row")
     add("--skew", default="1", help="rank max/mean, 1 (even) to the number of ranks")
+    add("--hot-experts", type=int, help="how many experts of one rank make the skew; all, one more than another")
     add("--level", default="stage", help=", ".join(LEVELS))
     add("--pass", dest="passes", default="fwd", help="fwd, fwd+bwd")
     add("--experts", default="torch", help="experts of layers and stacks, one after the other")

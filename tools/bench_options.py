@@ -36,6 +36,7 @@ class Options:
         dispatchers: as `parse_candidate` reads them; the baseline is put first where it is not among them.
         shapes, skews, levels, passes, micro_batches, replica_slots: every combination is measured; stages and single
             layers with one micro-batch.
+        hot_experts: how many experts make the skew; None: all of one rank.
         experts: of layers.
         attention: of stacks, as `parse_attention` reads it for each shape.
         layers: of stacks.
@@ -55,6 +56,7 @@ class Options:
     passes: tuple[str, ...] = (FWD,)
     micro_batches: tuple[int, ...] = (1,)
     replica_slots: tuple[int, ...] = (0,)
+    hot_experts: int | None = None
     experts: str = "torch"
     attention: str = "none"
     layers: int = 4
@@ -77,6 +79,10 @@ class Options:
             require(level in LEVELS, f"level {level!r} is unknown; {nearest(level, LEVELS)}")
         for pass_ in self.passes:
             require(pass_ in PASSES, f"pass {pass_!r} is unknown; {nearest(pass_, PASSES)}")
+        require(
+            self.hot_experts is None or max(self.skews) > 1,
+            f"hot-experts = {self.hot_experts} would have no effect without a skew above 1; add one to --skew",
+        )
         self._check_stacks()
         _ = self.candidates
         for slots in self.replica_slots:
@@ -134,6 +140,7 @@ def parse_options(chosen: argparse.Namespace, device: torch.device) -> Options:
         passes=split(chosen.passes, str, "--pass"),
         micro_batches=split(chosen.micro_batches, int, "--micro-batches"),
         replica_slots=split(chosen.replica_slots, int, "--replica-slots"),
+        hot_experts=chosen.hot_experts,
         experts=split(chosen.experts, str, "--experts")[0],
         attention=chosen.attention,
         layers=chosen.layers,

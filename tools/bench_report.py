@@ -18,6 +18,7 @@ import argparse
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -138,9 +139,21 @@ def differences(first: Run, other: Run) -> list[str]:
         for name in MACHINE
         if first.header[name] != other.header[name]
     ]
+    popular = [_argument(run.header["argv"] or [], "--hot-experts") for run in (first, other)]
+    if popular[0] != popular[1]:
+        found.append(f"--hot-experts is {popular[0]} in {first.path} and {popular[1]} in {other.path}")
     ours, theirs = ({describe(task) for task, _ in run.rows} for run in (first, other))
     found += [f"only {first.path} has {task}" for task in sorted(ours - theirs)]
     return found + [f"only {other.path} has {task}" for task in sorted(theirs - ours)]
+
+
+def _argument(argv: Sequence[str], name: str) -> str | None:
+    """What an option of the command line was given; None: nothing."""
+    for word, following in zip_longest(argv, argv[1:]):
+        key, equals, value = word.partition("=")
+        if key == name:
+            return value if equals else following
+    return None
 
 
 def lines_of(run: Run) -> list[Line]:

@@ -64,7 +64,7 @@ def run(options: Options, place: Place, emit: Emit) -> None:
     iterations = options.warmup + options.iterations
     for shape in options.shapes:
         for skew in options.skews:
-            workload = make_workload(shape, place.num_ranks, skew, options.seed)
+            workload = make_workload(shape, place.num_ranks, skew, options.seed, options.hot_experts)
             for level in options.levels:
                 drawn = max(options.micro_batches) if level in STACKED else 1
                 setting = make_setting(workload, place, options.dtype, iterations * drawn, options.kernels)

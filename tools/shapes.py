@@ -19,6 +19,7 @@ from moe_ep.routing import Routing
 from moe_ep.schema import nearest, require
 
 HOT_RANK = 0
+_REST = 0.03  # popularity of the other experts of a rank with a few hot ones: far below theirs
 _MAX_SOURCES = 4  # ranks whose tokens the bisection looks at; the realised skew is counted over all of them
 
 
@@ -68,6 +69,8 @@ class Workload:
         skew: target of max/mean over ranks.
         seed: of all draws.
         strength: of the popularity that reaches the target; 0: balanced exactly.
+        hot: how many experts of one rank hold what it has beyond the mean, or more, so that as many copies elsewhere
+            even it out; None: all of its experts do, one more than the other.
     """
 
     shape: Shape
@@ -75,6 +78,7 @@ class Workload:
     skew: float
     seed: int
     strength: float
+    hot: int | None = None
 
     def ids(self, rank: int, iteration: int) -> Tensor:
         """Expert ids int64 [T, K] of one rank, without repeats in a token."""
@@ -82,7 +86,7 @@ class Workload:
         if self.strength == 0:
             return balanced_ids(self.shape, self.num_ranks, rank, generator)
         noise_TE = _gumbel(self.shape, generator)
-        return (noise_TE + self.strength * _direction(self.shape, self.num_ranks)).topk(self.shape.K).indices
+        return (noise_TE + self.strength * _direction(self.shape, self.num_ranks, self.hot)).topk(self.shape.K).indices
 
     def routing(self, rank: int, iteration: int) -> Routing:
         """The ids with weights that sum to 1 for each token."""
@@ -112,8 +116,8 @@ class Workload:
         return realised
 
 
-def make_workload(shape: Shape, num_ranks: int, skew: float, seed: int) -> Workload:
-    """A workload whose rank max/mean is `skew`.
+def make_workload(shape: Shape, num_ranks: int, skew: float, seed: int, hot: int | None = None) -> Workload:
+    """A workload whose rank max/mean is `skew`; `hot`: see Workload.
 
     Raises:
         RecipeError: E is not divisible by R, or a skew that no routing of this shape can have.
@@ -128,8 +132,22 @@ def make_workload(shape: Shape, num_ranks: int, skew: float, seed: int) -> Workl
         1 <= skew <= most,
         f"skew {skew:g} lies outside [1, {most:g}], what {num_ranks} ranks can have with E = {shape.E}, K = {shape.K}",
     )
-    strength = 0.0 if skew == 1 else find_strength(shape, num_ranks, skew, seed)
-    return Workload(shape=shape, num_ranks=num_ranks, skew=skew, seed=seed, strength=strength)
+    _check_hot(shape, num_ranks, skew, hot)
+    strength = 0.0 if skew == 1 else find_strength(shape, num_ranks, skew, seed, hot)
+    return Workload(shape=shape, num_ranks=num_ranks, skew=skew, seed=seed, strength=strength, hot=hot)
+
+
+def _check_hot(shape: Shape, num_ranks: int, skew: float, hot: int | None) -> None:
+    if hot is None:
+        return
+    num_local, excess = shape.E // num_ranks, (skew - 1) / num_ranks
+    require(1 <= hot <= num_local, f"hot-experts = {hot} must lie between 1 and the {num_local} experts of a rank")
+    require(
+        excess <= hot / shape.K,
+        f"hot-experts = {hot} hold {hot / shape.K:.3f} of the routes at most (a token visits an expert once, K = "
+        f"{shape.K}), and a skew of {skew:g} on {num_ranks} ranks is {excess:.3f} of them more than the mean; take "
+        "more experts or a smaller skew",
+    )
 
 
 def balanced_ids(shape: Shape, num_ranks: int, rank: int, generator: torch.Generator) -> Tensor:
@@ -174,16 +192,16 @@ def _swap(ids_TK: Tensor, token: int, k: int) -> None:
     raise AssertionError(f"no token can take expert {int(repeat)} from token {token}")
 
 
-def find_strength(shape: Shape, num_ranks: int, skew: float, seed: int) -> float:
+def find_strength(shape: Shape, num_ranks: int, skew: float, seed: int, hot: int | None = None) -> float:
     """Bisect the popularity's strength until the hot rank's load is `skew` times the mean.
 
     Ids are the top K of Gumbel noise plus strength * direction, with a positive direction for the hot rank's experts
-    and a negative one for all others: with the noise held, every token's routes to the hot rank can only grow with the
-    strength, so bisection is valid, and every skew up to the maximum is reached.
+    and a negative one for all others: with the noise held, every token's routes to the hot
+    rank can only grow with the strength, so bisection is valid, and every skew up to the maximum is reached.
     """
     sources = range(min(num_ranks, _MAX_SOURCES))
     noise = torch.cat([_gumbel(shape, _generator("ids", seed, rank, 0)) for rank in sources])
-    direction_E = _direction(shape, num_ranks)
+    direction_E = _direction(shape, num_ranks, hot)
 
     def hot_load(strength: float) -> float:
         ids = (noise + strength * direction_E).topk(shape.K).indices
@@ -199,13 +217,16 @@ def find_strength(shape: Shape, num_ranks: int, skew: float, seed: int) -> float
     return high
 
 
-def _direction(shape: Shape, num_ranks: int) -> Tensor:
-    """Popularity of the experts, float32 [E], before its strength; experts of one rank differ too."""
+def _direction(shape: Shape, num_ranks: int, hot: int | None) -> Tensor:
+    """Popularity of the experts, float32 [E], before its strength; without `hot`, experts of one rank differ too."""
     num_local = shape.E // num_ranks
+    if hot is not None:  # they fill up first; what they cannot hold goes to the rank's others
+        place = (torch.arange(shape.E) - HOT_RANK * num_local).remainder(shape.E)
+        return torch.where(place < hot, 1.0, torch.where(place < num_local, _REST, -_REST))
     size_E = torch.randn(shape.E, generator=_generator("direction", 0, 0, 0)).abs()
-    hot = torch.arange(shape.E) // num_local == HOT_RANK
+    on_hot_rank = torch.arange(shape.E) // num_local == HOT_RANK
     # not below a tenth: the least popular expert of the hot rank must gain as well
-    return torch.where(hot, 1.0, -1.0) * size_E.clamp_min(0.1)
+    return torch.where(on_hot_rank, 1.0, -1.0) * size_E.clamp_min(0.1)
 
 
 def _gumbel(shape: Shape, generator: torch.Generator) -> Tensor:

@@ -256,6 +256,7 @@ def test_bfloat16_stays_within_its_tolerance() -> None:
     [
         (["--micro-batches", "1,2"], "micro-batches = 2 needs level stack or step"),
         (["--micro-batches", "0"], "micro-batches must be at least 1, got 0"),
+        (["--hot-experts", "2"], "hot-experts = 2 would have no effect without a skew above 1"),
         (["--replica-slots", "-1"], "replica-slots must not be negative, got -1"),
         (["--reserve-sms", "16"], "reserve-sms = [16] acts where micro-batches interleave"),
         (["--reserve-sms", "-1"], "reserve-sms must be auto or at least 0, got -1"),

@@ -128,6 +128,17 @@ def test_cpu_figures_are_labelled(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "CPU/gloo are not performance" in capsys.readouterr().out
 
 
+def test_runs_with_other_popular_experts_are_no_comparison(
+    first: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    same = [row("all2all", 1234.57), row("agrs", 789.12), row("direct", 301.0)]
+    for argv in (["tools/bench_dispatch.py", "--hot-experts", "4"], ["tools/bench_dispatch.py", "--hot-experts=4"]):
+        other = write(tmp_path / "b.jsonl", same, argv=argv)
+        assert main([first, other]) == 2
+        assert "--hot-experts is None in" in (said := capsys.readouterr().err) and "and 4 in" in said
+        assert main([other, other]) == 0
+
+
 def stacked(variant: str, us: float, **change: Any) -> dict[str, Any]:
     known = {"level": "stack", "stage": None, "form": None, "M": 2, "attention": "none", "layers": 4, "reserve_sms": 0}
     return row("all2all", us, **(known | {"variant": variant} | change))

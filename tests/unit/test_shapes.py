@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from moe_ep.errors import RecipeError
 from moe_ep.load import expert_load, imbalance, rank_load
+from moe_ep.replica import plan
 from tools.shapes import PRESETS, Shape, Workload, make_workload, parse_shape
 
 
@@ -137,3 +138,23 @@ def test_weights_sum_to_one_and_none_vanishes() -> None:
     routing = make_workload(Shape(64, 1, 1, 8, 3), 2, 1.0, seed=0).routing(1, 0)
     torch.testing.assert_close(routing.weights.sum(1), torch.ones(64))
     assert routing.weights.min() > 0.03
+
+
+@pytest.mark.parametrize(
+    ("shape", "hot", "skew"), [("qwen3", 4, 1.7), ("dsv3", 4, 1.6), ("dsv3", 1, 1.2), ("mixtral", 1, 1.7)]
+)
+def test_an_excess_in_a_few_experts_is_one_that_as_many_copies_even_out(shape: str, hot: int, skew: float) -> None:
+    sizes = PRESETS[shape]._replace(T=1024)
+    load = loads(make_workload(sizes, 2, skew, seed=0, hot=hot))
+    mean = float(load.sum()) / 2
+    assert float(imbalance(rank_load(load.sum(0), 2))) == pytest.approx(skew, abs=0.05)
+    assert float(plan(load.int(), hot).max_load) / mean < 1.01
+    spread_out = loads(make_workload(sizes, 2, skew, seed=0))
+    assert shape == "mixtral" or float(plan(spread_out.int(), hot).max_load) / mean > 1.1, "which others are not"
+
+
+def test_more_than_a_few_experts_can_hold_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r"hot-experts = 1 hold 0.125 of the routes at most .* is 0.350 of them more"):
+        make_workload(PRESETS["dsv3"], 2, 1.7, seed=0, hot=1)
+    with pytest.raises(RecipeError, match="hot-experts = 33 must lie between 1 and the 32 experts of a rank"):
+        make_workload(PRESETS["dsv3"], 2, 1.1, seed=0, hot=33)
