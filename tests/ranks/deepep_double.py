@@ -17,6 +17,7 @@ both
       the synchronous form keeps nothing, record_stream is left to the    "Wait streams" of intranode_dispatch and
       asynchronous one; V1 reads x, ids and weights, and in combine       intranode_combine: `if (async)` alone; ids
       what came of its handle, V2 x and weights                           behind the counts: intranode::dispatch
+  B7  a call that routes has a token; an empty tensor has no address    sgl-project/sglang#25397
 V1 `Buffer` (92fe2de)
   V1a the number of SMs is even; a handle fixes it for later calls      set_num_sms; channel_prefix_matrix size check
   V1b layout tensors come from get_dispatch_layout of the same ids      intranode_dispatch
@@ -33,6 +34,7 @@ V2 `ElasticBuffer` (dd758ca)
   V2f expanded: no ids come back, weights are [rows]; again with a      ElasticBuffer.dispatch
       handle needs do_expand again
   V2g hidden a multiple of 256                                          EP_STATIC_ASSERT of combine.cuh
+  V2i the buffer is sized for the calls' top-k: 0 means 32              ElasticBuffer.get_buffer_size_hint
   V2h without a NIC: EP_DISABLE_GIN=1 and allow_hybrid_mode=False       deepseek-ai/DeepEP#629, #630
 """
 
@@ -73,6 +75,7 @@ class Peers:
 
 def check_rows(x: Tensor, ids: Tensor | None, weights: Tensor | None, num_experts: int) -> None:
     check(x.dim() == 2 and x.is_contiguous(), "B2 (x)")
+    check(x.shape[0] > 0, "B7")
     if ids is None or weights is None:
         check(ids is None and weights is None, "B2 (ids without weights)")
         return
@@ -370,6 +373,7 @@ class ElasticBuffer(Resource):
         super().__init__(group, explicitly_destroy)
         check(os.environ.get("EP_DISABLE_GIN") == "1" and not allow_hybrid_mode, "V2h")
         check(hidden % 256 == 0, "V2g")
+        check(num_topk > 0, "V2i")
         sizes = num_max_tokens_per_rank, hidden, num_topk
         check(len(set(self.peers.exchange("open", *sizes))) == 1, "V2a")
         self.max_tokens, self.hidden, self.num_topk = sizes
@@ -405,6 +409,7 @@ class ElasticBuffer(Resource):
         bound = num_max_tokens_per_rank or self.max_tokens
         check(x.shape[0] <= bound and bound <= self.max_tokens, "V2a")
         check_rows(x, topk_idx, topk_weights, num_experts)
+        check(topk_idx.shape[1] <= self.num_topk, "V2i")
         ordered = topk_idx.sort(1).values
         check(not ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(), "V2e")
         ids = topk_idx.clone() if do_handle_copy else topk_idx

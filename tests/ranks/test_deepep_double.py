@@ -137,6 +137,8 @@ BROKEN: list[tuple[str, Callable[[dist.ProcessGroup], Any]]] = [
     ("B6 (ids of dispatch was freed", lambda g: freed_ids(First(g))),
     ("B6 (x of dispatch was changed", lambda g: early_reuse(First(g))),
     ("B6 (handle_sizes of combine was freed", lambda g: freed_handle(First(g))),
+    ("B7", lambda g: First(g).dispatch(**{k: v[:0] for k, v in rows().items()})),
+    ("B7", lambda g: Second(g).dispatch(**{k: v[:0] for k, v in rows().items()})),
     ("V1a", lambda g: Buffer.set_num_sms(7)),
     ("V1a", lambda g: First(g).then("dispatch", config=ODD)),
     ("V1a", lambda g: First(g).then("combine", config=ODD)),
@@ -154,6 +156,8 @@ BROKEN: list[tuple[str, Callable[[dist.ProcessGroup], Any]]] = [
     ("V2f", lambda g: Second(g).then("dispatch", do_expand=True, num_sms=8)),
     ("V2f", lambda g: Second(g).then("combine", do_expand=True, x=torch.ones(1, H).bfloat16())),
     ("V2g", lambda g: Second(g, hidden=128)),
+    ("V2i", lambda g: Second(g, num_topk=0)),
+    ("V2i", lambda g: Second(g, num_topk=K - 1).dispatch()),
     ("V2h", without_gin),
     ("V2h", lambda g: Second(g, allow_hybrid_mode=True)),
 ]

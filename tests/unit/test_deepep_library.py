@@ -6,11 +6,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 
+from moe_ep.config import DispatchConfig
 from moe_ep.dispatch import deepep_library as found
-from moe_ep.dispatch import unavailable_reasons
+from moe_ep.dispatch import deepep_v2, unavailable_reasons
 from moe_ep.dispatch.deepep import DeepEP
 from moe_ep.doctor import examine
 
@@ -84,3 +87,23 @@ def test_one_rank_is_refused() -> None:
     config = DispatchConfig(name="deepep", num_experts=8, top_k=2, hidden_size=256, dtype="bfloat16")
     reason = unavailable_reasons(config, None)[0]  # behind it, what this machine lacks
     assert "it serves 2, 3, 4, 5, 6, 7, 8 rank(s), the group has 1" in reason
+
+
+def test_nearby_bounds_share_kernels_and_top_k_sizes_the_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vllm-project/vllm#46404: each bound of tokens is compiled for; sgl-project/sglang#24443: top-k 0 means 32."""
+    seen: list[dict[str, Any]] = []
+
+    class Sized:
+        @staticmethod
+        def get_buffer_size_hint(_: Any, **sizes: Any) -> int:
+            seen.append(sizes)
+            return 1
+
+    monkeypatch.setenv("EP_DISABLE_GIN", "1")
+    monkeypatch.setattr(deepep_v2, "_make_communicator", lambda group: None)
+    library = SimpleNamespace(ElasticBuffer=Sized)
+    for max_tokens in (1, 64, 65, 4096, 4097):
+        config = DispatchConfig(name="deepep", num_experts=8, top_k=3, hidden_size=256, max_tokens=max_tokens)
+        deepep_v2.V2Link(library, config, mock.Mock(), num_sms=24, expand=False, timeout_s=60.0, kernels=False)
+    assert [sizes["num_max_tokens_per_rank"] for sizes in seen] == [64, 64, 128, 4096, 4160]
+    assert {sizes["num_topk"] for sizes in seen} == {3}
