@@ -146,6 +146,7 @@ BROKEN: list[tuple[str, Callable[[dist.ProcessGroup], Any]]] = [
     ("V1b", lambda g: First(g).dispatch(layout_of=IDS.flip(0))),
     ("V1c", lambda g: First(g).then("dispatch", topk_idx=IDS, topk_weights=torch.ones(T, K))),
     ("V1e", lambda g: First(g).dispatch(x=torch.ones(T, 64 * H).bfloat16())),
+    ("V1e", lambda g: Buffer(g, 128, 128, explicitly_destroy=True)),
     ("V1f", lambda g: First(g).dispatch(x=torch.ones(T, 8).bfloat16())),
     ("V2a", another_bound),
     ("V2a", lambda g: Second(g).dispatch(**{k: torch.cat([v, v]) for k, v in rows().items()})),

@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from moe_ep.config import DispatchConfig
 from moe_ep.dispatch import deepep_library as found
@@ -107,3 +108,36 @@ def test_nearby_bounds_share_kernels_and_top_k_sizes_the_buffer(monkeypatch: pyt
         deepep_v2.V2Link(library, config, mock.Mock(), num_sms=24, expand=False, timeout_s=60.0, kernels=False)
     assert [sizes["num_max_tokens_per_rank"] for sizes in seen] == [64, 64, 128, 4096, 4160]
     assert {sizes["num_topk"] for sizes in seen} == {3}
+
+
+def test_what_a_gpu_or_a_process_lacks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """deepseek-ai/DeepEP#162: an older GPU; too many SMs; memory that torch fills (#589); no compiler for api v2."""
+    gpu = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    assert found.machine_reasons("v1", 24) == []
+    assert found.machine_reasons("v1", 134) == ["num_sms = 134 is more than the GPU's 132 SMs; lower it"]
+    gpu.major = 8
+    assert "compute capability 9.0 and newer, this GPU has 8.0" in found.machine_reasons("v1", 24)[0]
+    gpu.major = 9
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert found.machine_reasons("v1", 24) == []
+    assert "finds no nvcc; set CUDA_HOME" in found.machine_reasons("v2", 24)[0]
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert "set torch.utils.deterministic.fill_uninitialized_memory = False" in found.machine_reasons("v1", 24)[0]
+
+
+def test_ranks_and_experts_beyond_the_kernels_are_refused() -> None:
+    class Buffer:
+        def __init__(self, enable_shrink: bool = False) -> None: ...
+
+    config = DispatchConfig(name="deepep", num_experts=768, top_k=3, hidden_size=256, max_tokens=8)
+    library = SimpleNamespace(Buffer=Buffer, ElasticBuffer=Buffer)
+    ranks, experts = found.limit_reasons(library, "v1", config, 3)
+    assert ranks == "api = 'v1' serves 2, 4 or 8 ranks of one host, the group has 3"
+    assert experts.startswith("api = 'v1' serves at most 128 experts per rank, got 256; take more ranks or")
+    assert found.limit_reasons(library, "v2", config, 3) == []
+    (experts,) = found.limit_reasons(library, "v2", config, 2)
+    assert experts.startswith("api = 'v2' serves at most 2048 experts and 256 per rank, got 768 and 384")
