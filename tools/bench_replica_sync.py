@@ -23,8 +23,8 @@ import torch
 
 from moe_ep.errors import MoEError
 from moe_ep.faults import FaultRecord
+from moe_ep.replica.messages import GroupTransport
 from moe_ep.replica.peer_transport import PeerTransport
-from moe_ep.replica.transport import GroupTransport
 from moe_ep.schema import require
 from recipes.ranks import ALONE, Launch
 from recipes.report import report

@@ -24,8 +24,8 @@ from ..config import MoEConfig, ReplicaConfig
 from ..dispatch.base import Dispatcher
 from ..errors import RecipeError
 from ..replica.beside import LeaseBeside
+from ..replica.flight import Tensors
 from ..replica.runtime import ReplicaRuntime
-from ..replica.with_replicas import Tensors
 from ..routing import Routing
 from .megatron_limits import REPLICA_LIMITS, known_options, refuse
 

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from ..errors import ProtocolError
+from .flight import Flight, Tensors
 from .lease import Lease
 from .main_grad import add_to_buffer
 from .transport import copies, grad_dtype
-from .with_replicas import Flight, Tensors, WithReplicas
+from .with_replicas import WithReplicas
 
 
 class OneByOne:

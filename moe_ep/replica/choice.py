@@ -12,7 +12,8 @@ from torch import Tensor
 from ..config import ReplicaTransport
 from ..errors import PeerError, Unavailable
 from ..faults import FaultRecord
-from .transport import GroupTransport, Transport
+from .messages import GroupTransport
+from .transport import Transport
 
 
 def make_transport(

@@ -14,7 +14,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..config import MoEConfig
+from ..dispatch.base import Dispatcher
 from ..errors import ProtocolError
+from ..peers import mark_everywhere
+from .choice import make_transport
 from .transport import InFlight, SlotBuffers, Transport
 
 
@@ -73,7 +77,7 @@ class SlotLane:
         other = self.holder
         if other is not None and other is not by:
             if other.phase is not Phase.REDUCING:
-                raise ProtocolError(overrun(by.where, [other]))
+                raise ProtocolError(overrun(by.where, f"{other.where} {other.phase.value}"))
             other.settle()
         if self._last is not None:
             self._last.wait()
@@ -91,13 +95,74 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def overrun(where: str, holders: Sequence[Holder]) -> str:
+def overrun(where: str, who: str) -> str:
     """The message for a micro-batch that finds no slots."""
-    who = "; ".join(f"{holder.where} {holder.phase.value}" for holder in holders)
     return (
         f"{where}: no replica slots are free: {who}. Run the experts of a micro-batch before the next one is routed, "
         "or say how many interleave (num_micro_batches)"
     )
+
+
+def held_by(lanes: Sequence[SlotLane]) -> str:
+    """Who holds slots, and what for; empty: nobody."""
+    holders = [lane.holder for lane in lanes]
+    return "; ".join(f"{holder.where} {holder.phase.value}" for holder in holders if holder is not None)
+
+
+class SlotLanes:
+    """The sets of slots of all layers of one dispatcher, made at first use by all ranks alike.
+
+    Args:
+        config: of the layers.
+        dispatcher: theirs.
+    """
+
+    def __init__(self, config: MoEConfig, dispatcher: Dispatcher) -> None:
+        self._config, self._dispatcher = config, dispatcher
+        self.made: list[SlotLane] = []
+
+    def free(self, where: str, interleaved: int) -> int:
+        """The number of a set that nobody holds, to be had from `at`.
+
+        Args:
+            where: who asks.
+            interleaved: micro-batches that may have one at a time, if they are more than the configuration says.
+
+        Raises:
+            ProtocolError: as many are held already; on every rank, for all run the same program.
+        """
+        for number, lane in enumerate(self.made):
+            if lane.holder is None:
+                return number
+        most = 1 if self._config.replica.joint else max(self._config.num_micro_batches, interleaved)
+        if len(self.made) >= most:
+            error = ProtocolError(overrun(where, held_by(self.made)))
+            mark_everywhere(error)
+            raise error
+        return len(self.made)
+
+    def at(self, number: int, device: torch.device) -> SlotLane:
+        """The set of a number."""
+        if number == len(self.made):
+            config, dispatcher = self._config, self._dispatcher
+            sizes = config.hidden_size, config.expert_intermediate_size
+            like = masters_like(config.num_experts // dispatcher.num_ranks, *sizes, dispatcher.dtype, device)
+            transport = self._transport(like)
+            self.made.append(SlotLane(transport, transport.own_slots or SlotBuffers(config.replica.slots, like)))
+        return self.made[number]
+
+    def close(self) -> None:
+        """Free the slots; call it before the process group goes."""
+        for lane in self.made:
+            lane.transport.close()
+        self.made.clear()
+
+    def _transport(self, like: Sequence[Tensor]) -> Transport:
+        if self.made and self.made[0].transport.own_slots is None:
+            return self.made[0].transport  # messages have no memory of their own
+        config, dispatcher = self._config.replica, self._dispatcher
+        assert dispatcher.group is not None, "one rank has nobody to copy to"
+        return make_transport(config.transport, dispatcher.group, config.slots, like, dispatcher.faults)
 
 
 def masters_like(

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..errors import ProtocolError
+from .flight import Tensors
 from .lanes import SlotLane
 from .plan import Plan
-from .with_replicas import Tensors, WithReplicas
+from .with_replicas import WithReplicas
 
 
 class Lease:

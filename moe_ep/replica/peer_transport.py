@@ -17,8 +17,9 @@ from ..faults import Fault, FaultRecord
 from ..kernels.library import missing
 from ..kernels.replica_sync import DEFAULT_BLOCKS, SlotPeers, SlotShape
 from ..streams import comm_stream
+from .messages import GroupTransport, ended, launched
 from .plan import Plan
-from .transport import GroupTransport, InFlight, SlotBuffers, Tensors, ended, launched
+from .transport import InFlight, SlotBuffers, Tensors
 
 
 class PeerSlots(SlotBuffers):

@@ -24,19 +24,16 @@ from ..dispatch.capabilities import group_serves
 from ..errors import InputError, ProtocolError
 from ..faults import Fault
 from ..load import expert_load, rank_load
-from ..peers import mark_everywhere
 from ..recompute import in_second_pass, replayed
 from ..routing import NO_ROUTE, Routing
 from .checks import copy_bytes
-from .choice import make_transport
 from .device import reroute_on_device
 from .exchange import Exchange, check_sums, sums_status
-from .lanes import SlotLane, masters_like, overrun
+from .lanes import SlotLane, SlotLanes, held_by
 from .lease import Lease
 from .plan import Plan
 from .planning import bounded, make_plans, plan_by_kernels
 from .reroute import reroute
-from .transport import SlotBuffers, Transport
 
 
 class Planned(NamedTuple):
@@ -69,12 +66,17 @@ class ReplicaRuntime:
         self.rank, self.num_ranks, self.slots = dispatcher.rank, dispatcher.num_ranks, config.replica.slots
         self.lane_bytes = self.slots * copy_bytes(config)
         self.exchange = Exchange(self.group, config.num_experts, dispatcher.alarm)
-        self.lanes: list[SlotLane] = []
+        self._lanes = SlotLanes(config, dispatcher)
         self._sum: Tensor | None = None  # of the last plan, where no host reads it
 
     def __deepcopy__(self, memo: dict[int, object]) -> ReplicaRuntime:
         """The runtime itself, as with the dispatcher: copies of a layer share its slots."""
         return self
+
+    @property
+    def lanes(self) -> list[SlotLane]:
+        """Sets of slots that were made so far."""
+        return self._lanes.made
 
     @property
     def host_syncs(self) -> int:
@@ -137,7 +139,7 @@ class ReplicaRuntime:
         lease.check_unused()
         device = routings[0].expert_ids.device
         planned: Planned = replayed(lambda: self._plan(lease, routings, device))
-        lane = self._lane(planned.lane, lease, device)
+        lane = self._lanes.at(planned.lane, device)
         lease.begin(planned.plans, planned.placed, lane, second_pass=in_second_pass(), trained=planned.trained)
         return [self._moved(lease, routing, each) for routing, each in zip(routings, planned.plans, strict=True)]
 
@@ -152,7 +154,7 @@ class ReplicaRuntime:
     def announce_failure(self, lease: Lease, device: torch.device | None) -> None:
         """Tell the other ranks, in place of `route`, that this rank fails before it; then raise."""
         device = self.dispatcher.served_device(device)
-        if self._on_host(self._lane(0, lease, device)):
+        if self._on_host(self._lanes.at(0, device)):
             message = self.exchange.failure(device, lease.layer, lease.micro_batch)
             self.exchange.gather(f"exchange of loads of {lease.where}", torch.cat([message] * lease.users))
             return
@@ -169,8 +171,7 @@ class ReplicaRuntime:
         Raises:
             ProtocolError: who does; a micro-batch was routed and its experts never ran.
         """
-        held = [lane.holder for lane in self.lanes]
-        who = "; ".join(f"{holder.where} {holder.phase.value}" for holder in held if holder is not None)
+        who = held_by(self.lanes)
         if who:
             raise ProtocolError(
                 f"replica slots were not given back at the end of a step: {who}; run the experts of every micro-batch "
@@ -179,9 +180,7 @@ class ReplicaRuntime:
 
     def close(self) -> None:
         """Free the slots; call it before the process group goes."""
-        for lane in self.lanes:
-            lane.transport.close()
-        self.lanes.clear()
+        self._lanes.close()
 
     # internals
 
@@ -190,8 +189,8 @@ class ReplicaRuntime:
         return lane.transport.reads_plan or not self.dispatcher.kernels or self.config.replica.joint
 
     def _plan(self, lease: Lease, routings: Sequence[Routing], device: torch.device) -> Planned:
-        number = self._free_lane(lease)
-        on_host = self._on_host(self._lane(number, lease, device))
+        number = self._lanes.free(lease.where, max(lease.num_micro_batches, lease.micro_batch + 1))
+        on_host = self._on_host(self._lanes.at(number, device))
         messages = [
             self.exchange.message(
                 routing, lease.layer, lease.micro_batch + i, lease.num_micro_batches, trained=lease.trained
@@ -246,30 +245,3 @@ class ReplicaRuntime:
         status = torch.stack([torch.where(wrong > 0, int(Fault.OTHER_PLAN), 0), torch.full_like(wrong, self.rank)])
         self.dispatcher.faults(wrong.device).note(status, lease.layer, lease.micro_batch)
         return moved
-
-    def _free_lane(self, lease: Lease) -> int:
-        for number, lane in enumerate(self.lanes):
-            if lane.holder is None:
-                return number
-        most = max(self.config.num_micro_batches, lease.num_micro_batches, lease.micro_batch + 1)
-        if self.config.replica.joint:
-            most = 1
-        if len(self.lanes) >= most:
-            error = ProtocolError(overrun(lease.where, [lane.holder for lane in self.lanes if lane.holder is not None]))
-            mark_everywhere(error)  # all ranks run the same program
-            raise error
-        return len(self.lanes)
-
-    def _lane(self, number: int, lease: Lease, device: torch.device) -> SlotLane:
-        """The lane of a number, made at first use by all ranks alike."""
-        if number == len(self.lanes):
-            sizes = self.config.hidden_size, self.config.expert_intermediate_size
-            like = masters_like(self.config.num_experts // self.num_ranks, *sizes, self.dispatcher.dtype, device)
-            transport = self._transport(like)
-            self.lanes.append(SlotLane(transport, transport.own_slots or SlotBuffers(self.slots, like)))
-        return self.lanes[number]
-
-    def _transport(self, like: Sequence[Tensor]) -> Transport:
-        if self.lanes and self.lanes[0].transport.own_slots is None:
-            return self.lanes[0].transport  # messages have no memory of their own
-        return make_transport(self.config.replica.transport, self.group, self.slots, like, self.dispatcher.faults)

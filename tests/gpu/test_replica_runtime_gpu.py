@@ -17,7 +17,8 @@ import torch.distributed as dist
 from moe_ep import MoEConfig, MoEError, MoELayer, close_dispatchers, moe_layers
 from moe_ep.experts_registry import find_experts
 from moe_ep.replica import runtime
-from moe_ep.replica.transport import GroupTransport, InFlight
+from moe_ep.replica.messages import GroupTransport
+from moe_ep.replica.transport import InFlight
 from moe_ep.testing.ranks import RankPool
 from tests.gpu.test_host_syncs_gpu import counted
 from tests.ranks.small_runtime import Step, Training, largest_difference

@@ -15,8 +15,9 @@ from moe_ep.errors import InputError, PeerError, Unavailable
 from moe_ep.faults import FaultRecord
 from moe_ep.replica import plan
 from moe_ep.replica.lanes import SlotLane
+from moe_ep.replica.messages import GroupTransport
 from moe_ep.replica.peer_transport import PeerTransport
-from moe_ep.replica.transport import GroupTransport, SlotBuffers
+from moe_ep.replica.transport import SlotBuffers
 from moe_ep.replica.with_replicas import WithReplicas
 from moe_ep.testing.ranks import RankPool
 from tests.unit.test_replica_sync_source import draw_instances, expected

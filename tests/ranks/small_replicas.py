@@ -21,7 +21,8 @@ from moe_ep.expert_input import ExpertInput
 from moe_ep.load import expert_load, imbalance, rank_load
 from moe_ep.replica import Plan, plan, reroute
 from moe_ep.replica.lanes import SlotLane
-from moe_ep.replica.transport import GroupTransport, InFlight, SlotBuffers, Tensors, copies
+from moe_ep.replica.messages import GroupTransport
+from moe_ep.replica.transport import InFlight, SlotBuffers, Tensors, copies
 from moe_ep.replica.with_replicas import WithReplicas
 from moe_ep.routing import NO_ROUTE, Routing
 

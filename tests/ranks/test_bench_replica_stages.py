@@ -17,8 +17,9 @@ import torch.distributed as dist
 
 from moe_ep.replica import runtime
 from moe_ep.replica.exchange import Exchange
+from moe_ep.replica.messages import GroupTransport
 from moe_ep.replica.reroute import reroute
-from moe_ep.replica.transport import GroupTransport, InFlight
+from moe_ep.replica.transport import InFlight
 from moe_ep.routing import Routing
 from moe_ep.testing.ranks import RankPool
 from tests.ranks.test_bench import SMALL, measure

@@ -16,7 +16,7 @@ from torch import Tensor
 from moe_ep.dispatch import Ticket, collectives, register_dispatcher
 from moe_ep.dispatch.all2all import All2All
 from moe_ep.expert_input import ExpertInput
-from moe_ep.replica.transport import GroupTransport
+from moe_ep.replica.messages import GroupTransport
 from moe_ep.replica.transport import InFlight as Arrived
 from moe_ep.routing import Routing
 from moe_ep.testing.ranks import RankPool

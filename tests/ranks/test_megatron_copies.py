@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from moe_ep import RecipeError
-from moe_ep.replica.transport import GroupTransport, InFlight
+from moe_ep.replica.messages import GroupTransport
+from moe_ep.replica.transport import InFlight
 from moe_ep.testing.ranks import RankPool
 from tests.ranks import megatron_cpu as cpu
 

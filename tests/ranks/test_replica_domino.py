@@ -20,7 +20,7 @@ from moe_ep.dispatch.transfer import Flight
 from moe_ep.in_flight import InFlight
 from moe_ep.recompute import recompute_context_fn, recompute_region
 from moe_ep.replica.lease import Lease
-from moe_ep.replica.transport import GroupTransport
+from moe_ep.replica.messages import GroupTransport
 from moe_ep.testing.ranks import RankPool
 from tests.ranks.race_runs import host_ahead, run_both_ways
 from tests.ranks.small_runtime import Step, Training, largest_difference, train

@@ -19,6 +19,7 @@ from moe_ep import MoEError, close_dispatchers, moe_layers
 from moe_ep.config import ReplicaConfig
 from moe_ep.faults import Fault
 from moe_ep.replica import Plan, exchange, planning, runtime
+from moe_ep.replica import lanes as slot_lanes
 from moe_ep.replica.planners import LARGEST_TOTAL
 from moe_ep.replica.runtime import ReplicaRuntime
 from moe_ep.testing.ranks import RankPool
@@ -50,7 +51,7 @@ def nobody_reads(group: dist.ProcessGroup, folder: str, flip: bool = False) -> I
         return planning.plan(load.flip(1).contiguous() if flip else load, replica.slots, tolerance=10)
 
     with (
-        mock.patch.object(runtime, "make_transport", make),
+        mock.patch.object(slot_lanes, "make_transport", make),
         mock.patch.object(runtime, "plan_by_kernels", by_kernels),
         mock.patch.object(ReplicaRuntime, "_on_host", lambda self, lane: False),
     ):

@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 
 from moe_ep import close_dispatchers
-from moe_ep.replica import runtime
+from moe_ep.replica import lanes
+from moe_ep.replica.flight import Flight
 from moe_ep.replica.lanes import Phase
-from moe_ep.replica.transport import GroupTransport, InFlight
-from moe_ep.replica.with_replicas import Flight
+from moe_ep.replica.messages import GroupTransport
+from moe_ep.replica.transport import InFlight
 from moe_ep.testing.ranks import RankPool
 from moe_ep.tracing import parse_place
 from tests.ranks.shared_slots import SharedTransport
@@ -128,7 +129,7 @@ def one_sided(group: dist.ProcessGroup, rank: int, folder: str, missing: str, la
 
     close_dispatchers(group)  # and the slots of other tests with them
     try:
-        with mock.patch.object(runtime, "make_transport", make):
+        with mock.patch.object(lanes, "make_transport", make):
             training = Training(group, ON)
             for layer in training.stack.layers if late == "experts" and rank > 0 else []:
                 layer.log, layer.nap_s = [], 0.05  # type: ignore[assignment]

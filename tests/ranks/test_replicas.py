@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from moe_ep.errors import PeerError, PlanError
 from moe_ep.replica import plan
-from moe_ep.replica.transport import GroupTransport
+from moe_ep.replica.messages import GroupTransport
 from moe_ep.testing.ranks import RankPool
 from tests.ranks.small_replicas import LAYERS, E, H, Run, S, Step, T, largest_difference, messages, train
 
