@@ -59,8 +59,10 @@ def kernels_missing(config: DispatchConfig, group: Group) -> str | None:
         return "torch finds no CUDA GPU here"
     if group is not None and not any(device.type == "cuda" for device in group._device_types):
         return "the process group serves no CUDA tensors"
-    from .kernels import library
-
+    try:
+        from .kernels import library
+    except ModuleNotFoundError:
+        return "moe_ep.kernels is not installed: this moe_ep was put on the path and not installed by pip"
     limit = routes_module().MAX_GROUPS
     if config.num_experts > limit:
         return f"num_experts = {config.num_experts} is more than the {limit} that they serve"

@@ -156,8 +156,11 @@ def refusal(config: DispatchConfig, group: dist.ProcessGroup | None) -> MoEError
 def versions() -> dict[str, str]:
     """What ranks that exchange rows must have alike, whichever the back end: no message says how it is laid out."""
     from .. import __version__
-    from ..kernels.build import source_hash
 
+    try:
+        from ..kernels.build import source_hash
+    except ModuleNotFoundError:  # a checkout on the path instead of an installation: torch moves the rows
+        return {"moe_ep": __version__, "its kernels": "not installed", "torch": torch.__version__}
     return {"moe_ep": __version__, "its kernels": source_hash(), "torch": torch.__version__}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 
 import pytest
@@ -11,6 +12,7 @@ from moe_ep.kernels import library
 from moe_ep import ops
 from moe_ep.config import DispatchConfig, MoEConfig
 from moe_ep.dispatch import build_dispatcher, unavailable_reasons
+from moe_ep.dispatch.registry import versions
 from moe_ep.errors import InputError, Unavailable
 from moe_ep.layer import MoELayer
 from moe_ep.routing import Routing
@@ -72,3 +74,13 @@ def test_rows_on_a_cpu_are_refused_with_cuda_and_moved_by_torch_with_auto(preten
     ticket = auto.dispatch_preprocess(torch.randn(2, 4), routing)
     auto.dispatch(ticket)
     assert auto.dispatch_postprocess(ticket).rows().shape == (2, 4)
+
+
+def test_a_checkout_without_its_kernels_moves_rows_by_torch(pretended_gpu: pytest.MonkeyPatch) -> None:
+    """On the path instead of installed: `moe_ep.kernels` is a folder elsewhere, which only an installation maps."""
+    for name in ("moe_ep.kernels", "moe_ep.kernels.build", "moe_ep.kernels.library"):
+        pretended_gpu.setitem(sys.modules, name, None)
+    assert versions()["its kernels"] == "not installed"
+    with pytest.warns(RuntimeWarning, match="plain torch moves the rows, because moe_ep.kernels is not installed"):
+        assert not ops.choose_kernels(config("auto"), None)
+    assert "not installed" in ops.kernel_reasons(config("cuda"), None)[0]
