@@ -34,8 +34,7 @@ def test_parity_with_torch(name: str, dtype: str) -> None:
     inp, dy = make_input(counts, 2048, kind, tail=0)
     results = []
     for which in ("torch", name):
-        with torch.device("cuda"):  # drawing them on the CPU takes a while
-            experts = build(which, len(counts), 2048, 768, dtype)
+        experts = build(which, len(counts), 2048, 768, dtype)
         generator = torch.Generator("cuda").manual_seed(1)
         with torch.no_grad():
             for parameter in experts.parameters():
