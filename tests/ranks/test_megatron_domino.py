@@ -89,7 +89,9 @@ def one_by_one_and_together(group: Any, rank: int, pieces: int, changes: dict[st
         return want, got, torch.cat(losses), loss.detach(), evaluated, gradients(serial), gradients(model)
 
 
-@pytest.mark.parametrize(("name", "pieces"), [("plain", 3), ("plain", 4), ("all recomputed", 4), *((name, 2) for name in VARIANTS)])
+@pytest.mark.parametrize(
+    ("name", "pieces"), [("plain", 3), ("plain", 4), ("all recomputed", 4), *((name, 2) for name in VARIANTS)]
+)
 def test_values_are_those_of_the_pieces_one_by_one(pool: RankPool, name: str, pieces: int) -> None:
     for result in pool.run(one_by_one_and_together, pieces, VARIANTS[name], name == "plain"):
         want, got, serial, together, evaluated, grads, got_grads = result

@@ -80,6 +80,8 @@ def plain(d: XTunerDispatcher, batches: list[Any], local: list[Tensor], early: b
         before["post_dispatched"] = d.dispatch_postprocess(**before)
         after = before["post_dispatched"]
         assert after["tokens_per_expert"].sum() == after["hidden_states"].shape[0]
+        on_host = after["tokens_per_expert_cpu"]
+        assert on_host.device.type == "cpu" and torch.equal(on_host, after["tokens_per_expert"])
         out = experts(after["hidden_states"], after["tokens_per_expert"], local)
         before["pre_combined"] = d.combine_preprocess(hidden_states=out, decoding=False, **before)
         before["combined"] = d.combine(decoding=False, **before)
