@@ -227,30 +227,34 @@ def body_rounds(group: dist.ProcessGroup, rank: int) -> list[str]:
     return wrong
 
 
-def body_training(group: dist.ProcessGroup, rank: int) -> tuple[list[bool], int, int]:
+def body_training(group: dist.ProcessGroup, rank: int, num_local: int, slots: int) -> tuple[list[bool], int, int]:
     """Whether each gradient has the bits that NCCL's messages give it; numbers of replicas, of gradients not 0."""
     gen = torch.Generator().manual_seed(rank)
-    layers = [[torch.randn(2, 64, 64, generator=gen).cuda().requires_grad_() for _ in range(2)] for _ in range(3)]
+    layers = [
+        [torch.randn(num_local, 64, 64, generator=gen).cuda().requires_grad_() for _ in range(2)] for _ in range(3)
+    ]
     x = torch.randn(16, 64, generator=gen).cuda()
-    loads = [torch.tensor([[1, 1, 1, 1]] * 2).index_fill(1, torch.tensor([i % 4]), 90).int().cuda() for i in range(3)]
-    plans = [plan(load, 2) for load in loads]
-    record = FaultRecord(x.device, 4)
-    peers, messages = PeerTransport(group, 2, layers[0], record), GroupTransport(group)
+    loads = [
+        torch.ones(2, 2 * num_local).long().index_fill(1, torch.tensor([i + 1]), 90).int().cuda() for i in range(3)
+    ]
+    plans = [plan(load, slots) for load in loads]
+    record = FaultRecord(x.device, 2 * num_local)
+    peers, messages = PeerTransport(group, slots, layers[0], record), GroupTransport(group)
 
     def gradients(transport: GroupTransport, buffers: SlotBuffers) -> list[Tensor]:
         total, lane = x.new_zeros(()), SlotLane(transport, buffers)
         for parts, made in zip(layers, plans, strict=True):
             replicas = WithReplicas(parts)
             replicas.sync(made, lane)
-            masters, slots = replicas.take()
+            masters, copies = replicas.take()
             used = (made.instances[rank] >= 0).tolist()
-            rows = [x @ masters[0][i] * masters[1][i].sum() for i in range(2)]
-            rows += [x @ slots[0][i] * slots[1][i].sum() for i in range(2) if used[i]]
+            rows = [x @ masters[0][i] * masters[1][i].sum() for i in range(num_local)]
+            rows += [x @ copies[0][i] * copies[1][i].sum() for i in range(slots) if used[i]]
             total = total + replicas.again(torch.stack(rows)).square().mean()
         leaves = [leaf for parts in layers for leaf in parts]
         return list(torch.autograd.grad(total, leaves))
 
-    found = [gradients(peers, peers.buffers), gradients(messages, SlotBuffers(2, layers[0]))]
+    found = [gradients(peers, peers.buffers), gradients(messages, SlotBuffers(slots, layers[0]))]
     again = gradients(peers, peers.buffers)
     same = [torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*found, again, strict=True)]
     record.raise_if_set(group)
@@ -290,8 +294,9 @@ def test_two_gpus(pool: RankPool) -> None:
 
 
 @pytest.mark.gpu(2)
-def test_gradients_of_training_have_the_bits_of_messages(pool: RankPool) -> None:
-    for same, replicas, filled in pool.run(body_training):
+@pytest.mark.parametrize(("num_local", "slots"), [(2, 2), (4, 1)], ids=["all may have copies", "one of four may"])
+def test_gradients_of_training_have_the_bits_of_messages(pool: RankPool, num_local: int, slots: int) -> None:
+    for same, replicas, filled in pool.run(body_training, num_local, slots):
         assert all(same) and replicas >= 3 and filled == len(same)
 
 
