@@ -18,7 +18,7 @@ from .library import launch, library
 from .registry import register
 
 MAX_GROUPS = 8192  # experts of a sort, (rank, expert) pairs of a regroup: kMaxGroups of common.cuh
-MAX_FAULTS = 4  # of a message: kMaxFaults of routes.cu
+MAX_FAULTS = 4  # of a message: kMaxFaults of message.cu
 Tensors = tuple[Tensor, ...]
 
 
