@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import pytest
 import torch
@@ -23,8 +24,13 @@ from moe_ep.permute import gather_rows as torch_gather
 from moe_ep.permute import sum_rows as torch_sum
 from moe_ep.sorted_routes import regroup as torch_regroup
 from moe_ep.sorted_routes import sort_routes as torch_sort
+from tools import bench_ops, bench_replica
+from tools.shapes import Shape
+from tools.synthetic_traces import Synthetic
 
 from .test_permute import integers, routings
+
+WITH_REFERENCE = (rows, routes, router, swiglu_ops)
 
 
 @given(routing=routings())
@@ -107,25 +113,56 @@ def test_the_message_carries_counts_and_the_gravest_fault(bad_ids: int, bad_toke
     assert message[0].tolist() == [[0, 1, 2, *words], [3, 4, 5, *words]]
 
 
-@pytest.mark.parametrize("tests", [("test_schema", "test_faketensor")])
-def test_ops_obey_their_schemas_and_fakes(tests: tuple[str, ...]) -> None:
+def all_ops() -> dict[str, KernelOp]:
+    """Every op, by its name in torch."""
+    found = [value for module in (*WITH_REFERENCE, replica) for value in vars(module).values()]
+    return {op.op._schema.name.removeprefix("moe_ep::"): op for op in found if isinstance(op, KernelOp)}
+
+
+def test_ops_obey_their_schemas_and_fakes() -> None:
+    checked = set()
+
+    def check(op: Any, arguments: tuple[Any, ...]) -> None:
+        torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
+        checked.add(op._schema.name.removeprefix("moe_ep::"))
+
     index, positions = torch.tensor([1, -1, 0]), torch.tensor([[2, -1], [0, -1]])
-    check = torch.library.opcheck
-    check(gather_rows.op, (torch.randn(2, 5), index, positions, None), test_utils=tests)
-    check(sum_rows.op, (torch.randn(3, 5), positions, torch.tensor([2], dtype=torch.int32)), test_utils=tests)
-    check(sort_routes.op, (torch.tensor([[0, 4], [-1, 2]]), 3, 4), test_utils=tests)
-    check(count_message.op, (torch.arange(4), [torch.tensor(2)], [7], 0, 5, 2), test_utils=tests)
-    check(regroup_rows.op, (torch.tensor([[1, 2], [0, 4]]), 7, 2), test_utils=tests)
+    check(gather_rows.op, (torch.randn(2, 5), index, positions, None))
+    check(sum_rows.op, (torch.randn(3, 5), positions, torch.tensor([2], dtype=torch.int32)))
+    check(sort_routes.op, (torch.tensor([[0, 4], [-1, 2]]), 3, 4))
+    check(count_message.op, (torch.arange(4), [torch.tensor(2)], [7], 0, 5, 2))
+    check(regroup_rows.op, (torch.tensor([[1, 2], [0, 4]]), 7, 2))
     weights, bound = torch.rand(3), torch.tensor([2], dtype=torch.int32)
-    check(swiglu.op, (torch.randn(3, 8), weights, bound), test_utils=tests)
-    check(swiglu_backward.op, (torch.randn(3, 4), torch.randn(3, 8), weights, None, True, False), test_utils=tests)
-    check(scale_rows.op, (torch.randn(3, 8), weights, bound), test_utils=tests)
-    check(zero_tail.op, (torch.randn(3, 8), bound), test_utils=tests)
+    check(swiglu.op, (torch.randn(3, 8), weights, bound))
+    check(swiglu_backward.op, (torch.randn(3, 4), torch.randn(3, 8), weights, None, True, False))
+    check(scale_rows.op, (torch.randn(3, 8), weights, bound))
+    check(zero_tail.op, (torch.randn(3, 8), bound))
     scores, ids, valid = torch.rand(3, 6), torch.tensor([[0, 5], [-1, 2], [3, 1]]), torch.tensor([True, True, False])
-    check(mask_logits.op, (scores, valid), test_utils=tests)
-    check(top_experts.op, (scores, valid, 2, 2), test_utils=tests)
-    check(weigh_routes.op, (scores, ids, True, 1e-20, 2.0), test_utils=tests)
-    check(weigh_backward.op, (scores, ids, torch.rand(3, 2), True, 1e-20, 2.0), test_utils=tests)
+    check(mask_logits.op, (scores, valid))
+    check(top_experts.op, (scores, valid, 2, 2))
+    check(weigh_routes.op, (scores, ids, True, 1e-20, 2.0))
+    check(weigh_backward.op, (scores, ids, torch.rand(3, 2), True, 1e-20, 2.0))
+    assert checked == all_ops().keys() - {"plan_replicas", "plan_fixed_rows", "reroute"}, "these on a GPU alone"
+
+
+# what the benchmarks call each op; those that work on peer memory are no ops, and timed as stages
+ROWS = {
+    **{"mask_logits": "mask_logits", "top_experts": "top_experts", "weigh_routes": "weigh_routes"},
+    **{"weigh_backward": "weigh_routes: fwd+bwd", "sort_routes": "sort_routes", "regroup_rows": "regroup_rows"},
+    **{"count_message": "count_message", "gather_rows": "gather_rows: expand", "sum_rows": "sum_rows: reduce"},
+    **{"swiglu": "swiglu: forward", "swiglu_backward": "swiglu: backward"},
+    **{"scale_rows": "clone, scale_rows", "zero_tail": "clone, zero_tail"},
+    **{"plan_replicas": "plan", "plan_fixed_rows": "fixed_rows", "reroute": "reroute"},
+}
+
+
+def test_every_op_has_a_row_with_a_floor_in_the_benchmarks() -> None:
+    assert ROWS.keys() == all_ops().keys()
+    place = bench_ops.Place(Shape(T=8, H=16, I=8, E=4, K=2), torch.bfloat16, torch.device("cpu"))
+    floors = {work.name: work.floor_us(4.2) for work in bench_ops.works(place)}
+    spec = Synthetic(R=4, E=16, K=2, T=32, steps=1, micro_batches=1, skew=1.5)
+    floors |= {row: bench_replica.moved_bytes(row, spec, 2) for row in bench_replica.TARGETS_US}
+    assert all(floors[row] > 0 for row in ROWS.values())
 
 
 @pytest.mark.parametrize("needs", [(True, True, True), (True, False, True), (False, True, True)])
@@ -195,7 +232,7 @@ def test_masks_and_counts_agree_with_the_torch_path(valid: torch.Tensor | None) 
 
 
 def test_every_op_with_a_reference_has_a_short_one() -> None:
-    for module in (rows, routes, router, swiglu_ops):
+    for module in WITH_REFERENCE:
         ops = {name for name, value in vars(module).items() if isinstance(value, KernelOp)}
         references = {name: value for name, value in vars(module).items() if name.endswith("_reference")}
         assert {f"{name}_reference" for name in ops} == set(references)
