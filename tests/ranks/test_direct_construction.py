@@ -35,7 +35,9 @@ def config(**changes: Any) -> DispatchConfig:
 def seeming_gpu(rank: int, place: Place | None = None, missing: str | None = None) -> Iterator[None]:
     """A rank with a GPU as far as anybody asks; memory that would be taken on it is an error."""
     with contextlib.ExitStack() as stack:
-        for name, value in {"is_available": True, "current_device": rank, "device_count": 2}.items():
+        gpu = mock.Mock(multi_processor_count=132)
+        said = {"is_available": True, "current_device": rank, "device_count": 2, "get_device_properties": gpu}
+        for name, value in said.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, return_value=value))
         reach = mock.patch.object(torch.cuda, "can_device_access_peer", lambda one, other: (one, other) != (1, 0))
         stack.enter_context(reach)
@@ -43,7 +45,6 @@ def seeming_gpu(rank: int, place: Place | None = None, missing: str | None = Non
             stack.enter_context(mock.patch("moe_ep.dispatch.preflight.own_place", return_value=place))
         for user in ("moe_ep.dispatch.direct", "moe_ep.kernels.library"):
             stack.enter_context(mock.patch(f"{user}.missing", return_value=missing))
-        stack.enter_context(mock.patch("moe_ep.dispatch.direct.default_blocks"))
         stack.enter_context(mock.patch("moe_ep.dispatch.direct.PeerMemory", side_effect=AssertionError("allocated")))
         yield
 
