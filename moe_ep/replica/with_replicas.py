@@ -195,7 +195,7 @@ class _Again(torch.autograd.Function):
     def forward(ctx: Any, flight: Flight, y: Tensor, *masters: Tensor) -> Tensor:
         ctx.flight = flight
         ctx.save_for_backward(*masters)
-        return y.view_as(y)
+        return y.detach()  # the same memory and version; of a view that a module returns FSDP2 would warn
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:

@@ -59,7 +59,9 @@ def body(end: LocalTransport, dtype: torch.dtype, log: list[str]) -> tuple[Tenso
     z = Attention.apply(log, master.new_ones(2, requires_grad=True))
     replicas.sync(plan(LOAD, 1), SlotLane(Logged(end, log), buffers))
     masters, slots = replicas.take()
-    y = replicas.again(3 * masters[0].sum(0) + 5 * slots[0].sum(0)) + z
+    again = replicas.again(3 * masters[0].sum(0) + 5 * slots[0].sum(0))
+    assert not again._is_view(), "FSDP2 warns of views that a module returns"
+    y = again + z
     seen = slots[0].detach().clone()
     buffers.weights[0].fill_(99)  # another layer's
     y.sum().backward()
