@@ -35,15 +35,6 @@ from .ticket import Ticket
 from .transfer import Flight, finish, start
 from .watchdog import Watchdog, group_timeout_s
 
-NOTES = (
-    "api v1 is deep_ep.Buffer: 2, 4 or 8 GPUs of one host, hidden sizes that are multiples of 16 up to 8176 "
-    "(intranode.cu), at most 128 experts per rank (notify_dispatch)",
-    "api v2 is deep_ep.ElasticBuffer: one NVLink domain, hidden sizes that are multiples of 256 (combine.cuh), at most "
-    "2048 experts and 256 per rank (layout.cuh), no expert twice in a token (dispatch_copy_epilogue.cuh), kernels "
-    "compiled by nvcc at first use",
-    "both sum in combine over bfloat16 rows only (SWITCH_TYPES, combine.cuh), and over at most 32 experts a token",
-)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepEPState:
@@ -88,7 +79,7 @@ class DeepEP(Dispatcher):
         uses_num_sms=True,
         comm_sms=found.DEFAULT_SMS,
         packages=("tokenspeed-deepep",),
-        notes=NOTES,
+        notes=found.NOTES,
     )
 
     def __init__(self, config: DispatchConfig, group: dist.ProcessGroup | None) -> None:

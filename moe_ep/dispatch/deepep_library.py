@@ -25,6 +25,14 @@ INSTALL = {
 }
 DEFAULT_SMS = 24
 ENTRY = {"v1": "Buffer", "v2": "ElasticBuffer"}
+NOTES = (
+    "api v1 is deep_ep.Buffer: 2, 4 or 8 GPUs of one host, hidden sizes that are multiples of 16 up to 8176 "
+    "(intranode.cu), at most 128 experts per rank (notify_dispatch)",
+    "api v2 is deep_ep.ElasticBuffer: one NVLink domain, hidden sizes that are multiples of 256 (combine.cuh), at most "
+    "2048 experts and 256 per rank (layout.cuh), no expert twice in a token (dispatch_copy_epilogue.cuh), kernels "
+    "compiled by nvcc at first use",
+    "both sum in combine over bfloat16 rows only (SWITCH_TYPES, combine.cuh), and over at most 32 experts a token",
+)
 
 
 def settings(config: DispatchConfig) -> tuple[str, bool, int]:
