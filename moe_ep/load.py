@@ -66,18 +66,11 @@ def imbalance(load: Tensor) -> Tensor:
     """max/mean over the last dimension: float64 [...] of [..., E] or [..., R].
 
     1 is balanced, the number of entries is the worst. A load of all zeros counts as balanced.
+    Over layers, average it and not the loads: layers that are imbalanced in opposite ways would cancel.
     """
     wide = load.double()
     mean = wide.mean(-1)
     return torch.where(mean > 0, wide.amax(-1) / mean.clamp_min(torch.finfo(torch.float64).tiny), 1.0)
-
-
-def mean_imbalance(loads: Tensor) -> Tensor:
-    """Imbalance of each layer, then averaged over layers: float64 [] of [layers, E] or [layers, R].
-
-    The order matters: layers that are imbalanced in opposite ways cancel when their loads are added first.
-    """
-    return imbalance(loads).mean()
 
 
 def layout_stats(expert_ids_TK: Tensor, num_experts: int, num_ranks: int, rank: int, row_bytes: int) -> LayoutStats:
