@@ -168,19 +168,23 @@ def check_input(
         )
     if config.kernels == "cuda" and device.type != "cuda":
         raise InputError(f"x is on {x_TH.device}, kernels = 'cuda' move rows on a GPU only; set kernels = 'auto'")
-    ids = routing.expert_ids
-    if tuple(ids.shape) != (x_TH.shape[0], config.top_k):
-        raise InputError(f"expert_ids must be [{x_TH.shape[0]}, {config.top_k}] (T, top_k), got {tuple(ids.shape)}")
-    if ids.device != device:
-        raise InputError(f"expert_ids are on {ids.device}, x on {x_TH.device}; put both on one device")
-    if routing.num_experts != config.num_experts:
-        raise InputError(f"the routing has {routing.num_experts} experts, the dispatcher {config.num_experts}")
+    _check_routing(config, x_TH, routing)
     if not caps.zero_tokens and x_TH.shape[0] == 0:
         raise InputError(f"T = 0, dispatcher {config.name!r} needs a token on every rank; pad the micro-batch")
     if config.max_tokens is not None and x_TH.shape[0] > config.max_tokens:
         raise CapacityError(
             f"{x_TH.shape[0]} tokens are more than max_tokens = {config.max_tokens}; raise max_tokens or send fewer"
         )
+
+
+def _check_routing(config: DispatchConfig, x_TH: Tensor, routing: Routing) -> None:
+    ids = routing.expert_ids
+    if tuple(ids.shape) != (x_TH.shape[0], config.top_k):
+        raise InputError(f"expert_ids must be [{x_TH.shape[0]}, {config.top_k}] (T, top_k), got {tuple(ids.shape)}")
+    if ids.device != x_TH.device:
+        raise InputError(f"expert_ids are on {ids.device}, x on {x_TH.device}; put both on one device")
+    if routing.num_experts != config.num_experts:
+        raise InputError(f"the routing has {routing.num_experts} experts, the dispatcher {config.num_experts}")
 
 
 def check_output(config: DispatchConfig, num_rows: int, y_NH: Tensor) -> None:
