@@ -21,6 +21,13 @@ from moe_ep.replica import Plan
 from moe_ep.replica.transport import InFlight, SlotBuffers, Tensors, Transport, copies, zero_used
 
 
+def wait_for(path: Path) -> None:
+    """Until another process has made the file, or 10 s are over."""
+    deadline = time.monotonic() + 10
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
 class SharedSlots(SlotBuffers):
     """One rank's slots in a file that others map as well."""
 
@@ -39,7 +46,7 @@ class SharedTransport(Transport):
 
     Args:
         missing: a fence that is left out, "entry" or "exit", or "".
-        home_late_s: how long this rank takes before it moves anything.
+        before: called in front of what this rank moves. Behind it there is a file `moved-NAME-RANK` in the folder.
     """
 
     def __init__(
@@ -49,9 +56,10 @@ class SharedTransport(Transport):
         slots: int,
         like: Sequence[Tensor],
         missing: str,
-        home_late_s: float,
+        before: Callable[[], None] = lambda: None,
     ) -> None:
-        self.rank, self.num_ranks, self.missing, self.home_late_s = group.rank(), group.size(), missing, home_late_s
+        self.rank, self.num_ranks, self.missing, self._before = group.rank(), group.size(), missing, before
+        self._folder = folder
         self._twin = open_twin(group, f"fences of {folder.name}")
         self.everybody = [SharedSlots(folder / f"rank{r}", slots, like) for r in range(self.num_ranks)]
         self.own_slots = self.everybody[self.rank]
@@ -61,14 +69,15 @@ class SharedTransport(Transport):
             assert self._twin is not None
             self._twin.allreduce([torch.zeros(1)]).wait()
 
-    def _launch(self, move: Callable[[], None], finish: Callable[[], None]) -> InFlight:
+    def _launch(self, name: str, move: Callable[[], None], finish: Callable[[], None]) -> InFlight:
         """As on a comm stream: beside what the rank computes, and what it sends for other purposes."""
 
         def body() -> None:
             self._fence("entry")
-            time.sleep(self.home_late_s)
+            self._before()
             with torch.no_grad():
                 move()
+            (self._folder / f"moved-{name}-{self.rank}").touch()
 
         thread = threading.Thread(target=body)
         thread.start()
@@ -87,7 +96,7 @@ class SharedTransport(Transport):
                     for master, slot in zip(masters, self.everybody[copy.rank].weights, strict=True):
                         slot[copy.slot].copy_(master[copy.local])
 
-        return self._launch(move, lambda: None)
+        return self._launch("push", move, lambda: None)
 
     def _pull(self, plan: Plan, slot_grads: Tensors, master_grads: Tensors) -> InFlight:
         def move() -> None:
@@ -96,7 +105,7 @@ class SharedTransport(Transport):
                     for total, part in zip(master_grads, self.everybody[copy.rank].grads, strict=True):
                         total[copy.local] += part[copy.slot]
 
-        return self._launch(move, lambda: zero_used(plan, self.rank, slot_grads))
+        return self._launch("pull", move, lambda: zero_used(plan, self.rank, slot_grads))
 
     def _gather(self, value: int) -> list[int]:
         raise NotImplementedError("the runtime compares plans")

@@ -45,7 +45,7 @@ def nobody_reads(group: dist.ProcessGroup, folder: str, flip: bool = False) -> I
         lanes.append(len(lanes))
         place = Path(folder) / f"lane{len(lanes)}"
         place.mkdir(exist_ok=True)
-        return SharedTransport(group, place, slots, like, "", 0.0)
+        return SharedTransport(group, place, slots, like, "")
 
     def by_kernels(replica: ReplicaConfig, load: torch.Tensor) -> Plan:
         return planning.plan(load.flip(1).contiguous() if flip else load, replica.slots, tolerance=10)

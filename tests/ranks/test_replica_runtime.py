@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
@@ -20,7 +21,7 @@ from moe_ep.replica.messages import GroupTransport
 from moe_ep.replica.transport import InFlight
 from moe_ep.testing.ranks import RankPool
 from moe_ep.tracing import parse_place
-from tests.ranks.shared_slots import SharedTransport
+from tests.ranks.shared_slots import SharedTransport, wait_for
 from tests.ranks.small_runtime import Step, Training, largest_difference, train
 
 ON = dict(replica=dict(slots=2))
@@ -120,19 +121,40 @@ def test_what_is_left_out_shows(pool: RankPool, name: str) -> None:
 
 
 def one_sided(group: dist.ProcessGroup, rank: int, folder: str, missing: str, late: str, steps: int) -> list[Step]:
-    """Slots in shared memory; the homes are late to move what they move, or the others late to compute."""
+    """Slots in shared memory; rank 0 is late to move what it moves, or rank 1 late to compute.
+
+    With both fences they are late by some time. Where one is left out, by as long as it takes: rank 0 moves its first
+    weights when the experts of rank 1 have run, and rank 1 has its first gradients when rank 0 has read them.
+    """
+    left, pulled = Path(folder) / "left-1", Path(folder) / "moved-pull-0"
+    leave, reduce = Flight.leave, Flight.reduce
+
+    def before() -> None:
+        if late == "homes" and rank == 0:
+            wait_for(left) if missing else time.sleep(0.05)
 
     def make(kind: str, group: dist.ProcessGroup, slots: int, like: Any, faults: Any) -> SharedTransport:
-        return SharedTransport(
-            group, Path(folder), slots, like, missing, 0.05 if late == "homes" and rank == 0 else 0.0
-        )
+        return SharedTransport(group, Path(folder), slots, like, missing, before)
+
+    def leave_noted(self: Flight) -> None:
+        leave(self)
+        (Path(folder) / f"left-{rank}").touch()
+
+    def reduce_late(self: Flight, *args: Any) -> None:
+        if late == "experts" and rank == 1:
+            wait_for(pulled) if missing else time.sleep(0.05)
+        reduce(self, *args)
 
     close_dispatchers(group)  # and the slots of other tests with them
     try:
-        with mock.patch.object(lanes, "make_transport", make):
+        with (
+            mock.patch.object(lanes, "make_transport", make),
+            mock.patch.object(Flight, "leave", leave_noted),
+            mock.patch.object(Flight, "reduce", reduce_late),
+        ):
             training = Training(group, ON)
             for layer in training.stack.layers if late == "experts" and rank > 0 else []:
-                layer.log, layer.nap_s = [], 0.05  # type: ignore[assignment]
+                layer.log, layer.nap_s = [], 0.01  # type: ignore[assignment]
             return [training.step(number) for number in range(steps)]
     finally:
         close_dispatchers(group)
