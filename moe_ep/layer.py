@@ -206,14 +206,10 @@ class MoELayer(nn.Module):
         lease = routed[0].lease
         if self.replicas is None or lease is None:
             return
-        try:
-            with stage_range("replicas", self.layer_index, routed[0].micro_batch), releasing(lease):
-                moved = self.replicas.route(lease, [each.routing for each in routed])
-                for each, routing in zip(routed, moved, strict=True):
-                    each.routing, each.rank_rows = routing, self.replicas.rank_rows(routing)
-        except BaseException as err:
-            self.dispatcher.raise_everywhere(err, f"{lease.where} (replicas)")
-            raise
+        with stage_range("replicas", self.layer_index, routed[0].micro_batch):
+            moved = self.replicas.route(lease, [each.routing for each in routed])
+            for each, routing in zip(routed, moved, strict=True):
+                each.routing, each.rank_rows = routing, self.replicas.rank_rows(routing)
 
     @eager
     def pack(self, routed: Routed, *, waits: frozenset[Link] | None = None, num_micro_batches: int = 1) -> LayerFlight:

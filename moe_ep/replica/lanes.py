@@ -17,7 +17,6 @@ from torch import Tensor
 from ..config import MoEConfig
 from ..dispatch.base import Dispatcher
 from ..errors import ProtocolError
-from ..peers import mark_everywhere
 from .choice import make_transport
 from .transport import InFlight, SlotBuffers, Transport
 
@@ -129,16 +128,15 @@ class SlotLanes:
             interleaved: micro-batches that may have one at a time, if they are more than the configuration says.
 
         Raises:
-            ProtocolError: as many are held already; on every rank, for all run the same program.
+            ProtocolError: as many are held already. Told to the other ranks by who asks: one that keeps what others
+                have dropped is the only one that finds none.
         """
         for number, lane in enumerate(self.made):
             if lane.holder is None:
                 return number
         most = 1 if self._config.replica.joint else max(self._config.num_micro_batches, interleaved)
         if len(self.made) >= most:
-            error = ProtocolError(overrun(where, held_by(self.made)))
-            mark_everywhere(error)
-            raise error
+            raise ProtocolError(overrun(where, held_by(self.made)))
         return len(self.made)
 
     def at(self, number: int, device: torch.device) -> SlotLane:

@@ -133,15 +133,22 @@ class ReplicaRuntime:
 
         Raises:
             InputError, NonFiniteError: a fault of this rank's routing (where the host reads it).
-            PeerError: a fault of another rank's, or a lost rank. PlanError: loads that cannot be planned, or plans that
-            differ between ranks; on every rank. ProtocolError: no slots are free, or the lease has a plan.
+            PeerError: a fault of another rank's, a lost rank, or an exception of another rank in here. PlanError: loads
+                that cannot be planned, or plans that differ between ranks; on every rank.
+            ProtocolError: no slots are free, the lease has a plan, or the dispatcher was closed.
         """
-        lease.check_unused()
-        device = routings[0].expert_ids.device
-        planned: Planned = replayed(lambda: self._plan(lease, routings, device))
-        lane = self._lanes.at(planned.lane, device)
-        lease.begin(planned.plans, planned.placed, lane, second_pass=in_second_pass(), trained=planned.trained)
-        return [self._moved(lease, routing, each) for routing, each in zip(routings, planned.plans, strict=True)]
+        try:
+            self._check_open(lease.where)
+            lease.check_unused()
+            device = routings[0].expert_ids.device
+            planned: Planned = replayed(lambda: self._plan(lease, routings, device))
+            lane = self._lanes.at(planned.lane, device)
+            lease.begin(planned.plans, planned.placed, lane, second_pass=in_second_pass(), trained=planned.trained)
+            return [self._moved(lease, routing, each) for routing, each in zip(routings, planned.plans, strict=True)]
+        except BaseException as err:
+            lease.release()
+            self.dispatcher.raise_everywhere(err, f"{lease.where} (replicas)")
+            raise
 
     def rank_rows(self, moved: Routing) -> Tensor:
         """Rows of this rank's tokens that each rank computes, int64 [R]."""
@@ -183,6 +190,10 @@ class ReplicaRuntime:
         self._lanes.close()
 
     # internals
+
+    def _check_open(self, where: str) -> None:
+        if self.dispatcher.closed:
+            raise ProtocolError(f"{where}: experts were to be copied behind a closed {self.dispatcher.name} dispatcher")
 
     def _on_host(self, lane: SlotLane) -> bool:
         """Whether plans are made or read on the host, which then checks them there and then."""

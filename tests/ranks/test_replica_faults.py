@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from moe_ep import DominoStack, PeerError, ProtocolError, moe_layers, raise_on_all_ranks
+from moe_ep import DominoStack, PeerError, ProtocolError, close_dispatchers, moe_layers, raise_on_all_ranks
 from moe_ep.replica import runtime
 from moe_ep.replica.transport import SlotBuffers
 from moe_ep.testing.ranks import RankPool
@@ -104,6 +104,37 @@ def body_kept(group: dist.ProcessGroup, rank: int) -> None:
 
 def test_a_graph_that_is_kept_behind_a_failed_backward_keeps_no_slots(pool: RankPool) -> None:
     pool.run(body_kept)
+
+
+def body_held(group: dist.ProcessGroup, rank: int) -> None:
+    """Rank 1 keeps what rank 0 drops: the experts of that micro-batch never run."""
+    close_dispatchers(group)  # other tests have made slots for two micro-batches
+    want = step(stack(group, ON), rank, 1, group)
+    model = stack(group, ON)
+    layer, (x,) = moe_layers(model)[0], inputs(rank, 1)
+    kept: list[Any] = [layer.launch_dispatch(x)]
+    if rank == 0:
+        kept.clear()
+    all_raise(group, lambda: layer(x), {1: ProtocolError}, "no replica slots are free: layer 0, micro-batch 0 holds")
+    kept.clear()
+    same(step(model, rank, 1, group), want, "the step after")
+    returned(model)
+
+
+def test_slots_that_one_rank_keeps_stop_all_ranks(pool: RankPool) -> None:
+    pool.run(body_held)
+
+
+def body_closed(group: dist.ProcessGroup, rank: int) -> None:
+    layer = moe_layers(stack(group, ON))[0]
+    layer(inputs(rank, 1)[0])
+    close_dispatchers(group)
+    with pytest.raises(ProtocolError, match="experts were to be copied behind a closed all2all dispatcher"):
+        layer(inputs(rank, 1)[0])
+
+
+def test_a_layer_whose_dispatcher_is_closed_says_so(pool: RankPool) -> None:
+    pool.run(body_closed)
 
 
 def body_left_out(group: dist.ProcessGroup, rank: int) -> None:
