@@ -87,10 +87,53 @@ def test_copying_stands_in_a_trace(pool: RankPool, joint: bool) -> None:
             assert found >= {(name, role, False) for name in FORWARD_ONES for role in ("launch", "wait")}
             assert found >= {(name, role, True) for name in BACKWARD_ONES for role in ("launch", "wait")}
             assert sum(place[0] == "launch" and place[1] == "weight_sync" for place in mine) == 2
+            order = [place[:2] + place[4:] for place in mine]
+            for way in (HIDDEN[0], HIDDEN[2]) if joint else HIDDEN:  # together, the weights come for the last one
+                assert [step for step in order if step in way] == list(way), "launched early, waited for late"
 
 
 FORWARD_ONES = ("exchange of loads", "comparison of plans", "weight_sync")
 BACKWARD_ONES = ("weight_sync", "grad_reduce")
+HIDDEN: tuple[tuple[tuple[str, str, bool], ...], ...] = (
+    (("launch", "weight_sync", False), ("launch", "dispatch", False), ("wait", "dispatch", False),
+     ("wait", "weight_sync", False)),
+    (("launch", "weight_sync", True), ("launch", "combine", True), ("wait", "combine", True),
+     ("wait", "weight_sync", True)),
+    (("launch", "dispatch", True), ("launch", "grad_reduce", True), ("wait", "dispatch", True),
+     ("wait", "grad_reduce", True)),
+)  # fmt: skip
+
+
+def turns(group: dist.ProcessGroup, rank: int, joint: bool) -> list[str]:
+    """The turns of attention and of the reduction in one step of two micro-batches."""
+    training = Training(group, dict(replica=dict(slots=2, joint=joint)), num=2, layers=1)
+    log: list[str] = []
+    training.stack.layers[0].log = log  # type: ignore[assignment]
+
+    def noting(name: str, said: str) -> Any:
+        real = getattr(Flight, name)
+
+        def call(self: Flight, *args: Any) -> Any:
+            log.append(said)
+            return real(self, *args)
+
+        return mock.patch.object(Flight, name, call)
+
+    with noting("reduce", "launch"), noting("wait_grads", "wait"):
+        training.step(0)
+    return [each for each in log if each in ("launch", "wait") or each.startswith("d")]
+
+
+TURNS = {
+    False: "dexperts 0.1, launch, dexperts 0.0, launch, dattention 0.1, wait, dattention 0.0, wait",
+    True: "dexperts 0.1, dexperts 0.0, launch, dattention 0.1, dattention 0.0, wait",
+}
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_gradients_travel_behind_the_backward_of_attention(pool: RankPool, joint: bool) -> None:
+    for taken in pool.run(turns, joint, num_ranks=2):
+        assert ", ".join(taken) == TURNS[joint]
 
 
 def mutant(group: dist.ProcessGroup, rank: int, name: str, steps: int) -> list[Step]:
