@@ -24,10 +24,10 @@ def test_each_key_is_kept_to() -> None:
     assert made.slots == 2 and made.rank_load().tolist() == [80, 80]
     (made,) = planned(ReplicaConfig(slots=2, min_quota=60), hot)
     assert made.quota.tolist() == [[40, 60], [20, 0], [0, 30], [0, 10]]
-    (made,) = planned(ReplicaConfig(slots=2, planner="fixed_rows"), [81, 0, 80, 0])
-    assert made.rank_load().tolist() == [81, 80] and int(made.num_replicas()) == 0
-    (made,) = planned(ReplicaConfig(slots=2, planner="fixed_rows"), [82, 0, 80, 0])
-    assert made.rank_load().tolist() == [81, 81], "equal shares, however near they were"
+    (made,) = planned(ReplicaConfig(slots=2, planner="fixed_rows"), [811, 0, 810, 0])
+    assert made.rank_load().tolist() == [811, 810] and int(made.num_replicas()) == 0
+    (made,) = planned(ReplicaConfig(slots=2, planner="fixed_rows"), [815, 0, 805, 0])
+    assert made.rank_load().tolist() == [810, 810], "equal shares, however near they were"
 
 
 def test_what_lies_within_a_hundredth_is_even_enough() -> None:
@@ -35,6 +35,12 @@ def test_what_lies_within_a_hundredth_is_even_enough() -> None:
     (far,) = planned(ReplicaConfig(slots=2), [515, 505, 490, 490])
     assert int(near.num_replicas()) == 0 and near.rank_load().tolist() == [1010, 990]
     assert int(far.num_replicas()) == 1 and int(far.max_load) == 1010, "one hundredth above the mean is reached"
+
+
+def test_one_placement_serves_micro_batches_with_other_popular_experts() -> None:
+    """One copy evens out the sum; the micro-batch that it does not help gets one of its own."""
+    for made in planned(ReplicaConfig(slots=2, joint=True), [100, 0, 0, 0], [0, 100, 0, 0]):
+        assert made.instances.tolist() == [[-1, -1], [0, 1]] and made.rank_load().tolist() == [50, 50]
 
 
 def test_one_placement_keeps_to_the_smallest_quota_too() -> None:
