@@ -45,12 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, write, print; returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     chosen = _parser().parse_args(arguments)
-    if not torch.cuda.is_available():
-        print("error: Megatron-Core's MoE layer needs a CUDA GPU, and torch finds none here", file=sys.stderr)
-        return 2
     launch = ALONE
     try:
         launch = Launch.from_env()
+        require(torch.cuda.is_available(), "Megatron-Core's MoE layer needs a CUDA GPU, and torch finds none here")
         version = megatron_version()
         place = join(launch)
         require(place.group is not None, "Megatron-Core needs a process group: launch with torchrun")
