@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 from typing import Any
 
@@ -43,6 +44,54 @@ def model_of(ours: str | None, grouped: bool = False, replica: dict[str, Any] | 
 def losses(model: Any, rank: int, step: int, sequences: int = 4) -> Any:
     batch = [t.cuda() for t in megatron_cpu.batch(rank, step, sequences=sequences)]
     return model(*batch[:3], labels=batch[3])
+
+
+def trained(group: Any, rank: int, ours: str | None, steps: int, kind: str = "float32") -> Any:
+    """Calls of each class of dispatcher; loss and all gradient norms of each step. Experts one after the other.
+
+    kind: "float32"; "bfloat16", with K = 4; "reference": float32, from the values that the bfloat16 run starts from.
+    """
+    half = dict(bf16=True, params_dtype=torch.bfloat16)
+    more = {} if kind == "float32" else dict(moe_router_topk=TOP_K)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with megatron_cpu.parallel(dist.get_world_size()):
+            model, history = model_of(ours, **more, **(half if kind == "bfloat16" else {})), []
+            if kind == "reference":
+                with torch.no_grad():
+                    for own, rounded in zip(
+                        model.parameters(), model_of(ours, **more, **half).parameters(), strict=True
+                    ):
+                        own.copy_(rounded)
+            calls = count_calls([layer.mlp.token_dispatcher for layer in model.decoder.layers])
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            for step in range(steps):
+                optimizer.zero_grad(set_to_none=True)
+                loss = losses(model, rank, step % 4).float().mean()  # four batches, which can be learned
+                loss.backward()
+                history.append([loss.item(), *(p.grad.double().norm().item() for p in model.parameters())])
+                optimizer.step()
+            return dict(calls), history
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def count_calls(dispatchers: list[Any]) -> collections.Counter[str]:
+    """Launches of dispatches from now on, by the dispatchers' class."""
+    calls = collections.Counter[str]()
+
+    def counting(dispatcher: Any) -> Any:
+        launch = dispatcher.token_dispatch
+
+        def token_dispatch(*args: Any) -> Any:
+            calls[type(dispatcher).__name__] += 1
+            return launch(*args)
+
+        return token_dispatch
+
+    for dispatcher in dispatchers:
+        dispatcher.token_dispatch = counting(dispatcher)
+    return calls
 
 
 def one_layer(group: Any, rank: int, ours: str | None, changes: dict[str, Any]) -> Any:

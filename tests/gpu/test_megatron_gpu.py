@@ -29,32 +29,33 @@ def pool() -> Iterator[RankPool]:
         yield ranks
 
 
-def trained(group: Any, rank: int, ours: str | None, steps: int) -> Any:
-    torch.use_deterministic_algorithms(True)
-    try:
-        with megatron_cpu.parallel(2):
-            model, history = runs.model_of(ours), []
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-            for step in range(steps):
-                optimizer.zero_grad(set_to_none=True)
-                loss = runs.losses(model, rank, step).mean()
-                loss.backward()
-                history.append([loss.item(), *(p.grad.double().norm().item() for p in model.parameters())])
-                optimizer.step()
-            kinds = {type(layer.mlp.token_dispatcher).__name__ for layer in model.decoder.layers}
-            return kinds, history
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 def test_a_hundred_steps_agree_to_six_digits(pool: RankPool) -> None:
     """float32, experts one after the other on both sides, deterministic algorithms."""
-    native, ours = pool.run(trained, None, 100), pool.run(trained, "all2all", 100)
-    for (native_kinds, want), (kinds, got) in zip(native, ours, strict=True):
-        assert native_kinds == {"MoEAlltoAllTokenDispatcher"} and kinds == {"TicketDispatcher"}
+    native, ours = pool.run(runs.trained, None, 100), pool.run(runs.trained, "all2all", 100)
+    for (native_calls, want), (calls, got) in zip(native, ours, strict=True):
+        assert native_calls == {"MoEAlltoAllTokenDispatcher": 200} and calls == {"TicketDispatcher": 200}, "two layers"
         assert want[-1][0] < want[0][0]
         for expected, found in zip(want, got, strict=True):
             assert found == pytest.approx(expected, rel=1e-6, abs=1e-12)
+
+
+def test_a_hundred_steps_in_bfloat16(pool: RankPool) -> None:
+    """Two runs that round in another order drift apart, so neither is the other's measure; a float32 run is.
+
+    From the same values it runs beside them, and what Megatron's own dispatcher in bfloat16 is away from it, on the
+    mean of a hundred steps, is what bfloat16 costs. Ours adds a token's K rows up in float32 and rounds once, so it is
+    not further away but for chance: twice as far in the loss, and in the gradient norms of all parameters together.
+    """
+    true = pool.run(runs.trained, None, 100, "reference")
+    native, ours = (pool.run(runs.trained, name, 100, "bfloat16") for name in (None, "all2all"))
+    for (_, reference), (native_calls, want), (calls, got) in zip(true, native, ours, strict=True):
+        assert native_calls == {"MoEAlltoAllTokenDispatcher": 200} and calls == {"TicketDispatcher": 200}
+        assert want[-1][0] < want[0][0]
+        truth, native_values, our_values = (torch.tensor(values).double() for values in (reference, want, got))
+        away, our_away = ((values - truth).abs() for values in (native_values, our_values))
+        assert our_away[:, 0].mean() <= 2 * away[:, 0].mean()
+        assert our_away[:, 1:].norm(dim=1).mean() <= 2 * away[:, 1:].norm(dim=1).mean()
+        assert 0 < away[:, 0].mean() < 0.25 * truth[:, 0].mean(), "the reference is one"
 
 
 @pytest.mark.parametrize(("name", "changes"), [*((name, {}) for name in OURS), ("all2all", {"moe_latent_size": 128})])
