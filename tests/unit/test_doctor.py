@@ -32,14 +32,9 @@ Legend:
 """
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "moe_ep", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-
-
 def test_report_as_a_person_reads_it() -> None:
-    done = run("doctor")
+    command = [sys.executable, "-m", "moe_ep", "doctor"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert f"torch       {torch.__version__}" in lines
@@ -47,10 +42,10 @@ def test_report_as_a_person_reads_it() -> None:
     assert lines[-1] == "The default dispatcher, all2all, works."
 
 
-def test_json_has_the_same_facts_and_nothing_that_identifies_the_machine() -> None:
-    done = run("doctor", "--json")
-    report = json.loads(done.stdout)
-    assert done.returncode == 0
+def test_json_has_the_same_facts_and_nothing_that_identifies_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    text = capsys.readouterr().out
+    report = json.loads(text)
     assert report["works"] is True
     assert report["default"] == "all2all"
     found = report["dispatchers"]["all2all"]
@@ -59,14 +54,15 @@ def test_json_has_the_same_facts_and_nothing_that_identifies_the_machine() -> No
     assert report["dispatchers"]["local"]["conditions"] == ["1 rank(s)"]
     assert len(report["gpus"]) == machine.num_gpus() == len(report["peer_access"])
     assert (report["cuda_missing"] is None) == torch.cuda.is_available()
-    assert platform.node() not in done.stdout
-    assert str(ROOT) not in done.stdout
+    assert platform.node() not in text
+    assert str(ROOT) not in text
 
 
-def test_no_command_prints_usage_and_exits_2() -> None:
-    done = run()
-    assert done.returncode == 2
-    assert done.stderr.startswith("usage: python -m moe_ep")
+def test_no_command_prints_usage_and_exits_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("usage: python -m moe_ep")
 
 
 def test_a_default_that_fails_is_exit_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
