@@ -21,6 +21,7 @@ from .alarm_registry import find_alarm
 from .calls import Call
 from .errors import PeerError, lost_peer
 from .meeting import WAY_OUT, all_equal
+from .order import order_of
 
 
 @contextlib.contextmanager
@@ -42,6 +43,8 @@ def raise_on_all_ranks(group: dist.ProcessGroup | None) -> Iterator[None]:
     try:
         yield
         if (alarm := find_alarm(group)) is not None:
+            if (order := order_of(group)) is not None:  # a rank that compares its next launch starts nothing meanwhile
+                order.enter("end of a step", "of the step", ())
             meet(alarm)
     except BaseException as err:  # who catches a KeyboardInterrupt or a SystemExit goes on, too
         if (alarm := find_alarm(group)) is not None:

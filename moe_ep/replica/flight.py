@@ -110,7 +110,9 @@ class Flight:
         for buffer, grad in zip(self.lane.buffers.grads, slots, strict=True):
             torch.where(used_S.view(-1, *[1] * (grad.dim() - 1)), grad, buffer, out=buffer)
         with self._range("launch", "grad_reduce"):
-            self._grads = self.lane.launched(transport.grad_reduce(plan, self.lane.buffers.grads, totals))
+            self._grads = self.lane.launched(
+                transport.grad_reduce(plan, self.lane.buffers.grads, totals, where=self.where)
+            )
 
     def settle(self) -> None:
         """Complete the reduction."""
@@ -132,7 +134,9 @@ class Flight:
     def _launch_weights(self, masters: Sequence[Tensor]) -> None:
         assert self.plan is not None and self.lane is not None, "weights before a plan"
         with self._range("launch", "weight_sync"):
-            flight = self.lane.transport.weight_sync(self.plan, masters, self.lane.buffers.weights)
+            passed = "" if self.phase is Phase.FORWARD else ", backward"
+            slots, where = self.lane.buffers.weights, f"{self.where}{passed}"
+            flight = self.lane.transport.weight_sync(self.plan, masters, slots, where=where)
             self._weights = self.lane.launched(flight)
 
     def _wait_weights(self) -> None:

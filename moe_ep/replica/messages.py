@@ -61,7 +61,7 @@ class GroupTransport(Transport):
                     elif copy.rank == self.rank:
                         messages.append(Message(slot[copy.slot], copy.home, False))
             batches.append(messages)
-        return InFlight(self._launch("weight_sync", _WEIGHTS, batches, slots[0].device))
+        return InFlight(self._launch(self.named("weight_sync"), _WEIGHTS, batches, slots[0].device))
 
     def _pull(self, plan: Plan, slot_grads: Tensors, master_grads: Tensors) -> InFlight:
         batches, sums = [], []
@@ -76,7 +76,7 @@ class GroupTransport(Transport):
                         messages.append(Message(arrived, copy.rank, False))
                         sums.append((total[copy.local], arrived))
             batches.append(messages)
-        wait = self._launch("grad_reduce", _GRADS, batches, slot_grads[0].device)
+        wait = self._launch(self.named("grad_reduce"), _GRADS, batches, slot_grads[0].device)
 
         def finish() -> None:
             wait()
@@ -133,7 +133,7 @@ class GroupTransport(Transport):
                 ]
                 works += dist.batch_isend_irecv(ops) if ops else []
         except RuntimeError as err:
-            raise lost_peer(f"{what} of replicas", err) from err
+            raise lost_peer(what, err) from err
         return lambda: self._wait(what, works, batches)
 
     def _wait(self, what: str, works: list[Any], _batches: list[list[Message]]) -> None:
@@ -141,7 +141,7 @@ class GroupTransport(Transport):
             for work in works:
                 work.wait()
         except RuntimeError as err:
-            raise lost_peer(f"{what} of replicas", err) from err
+            raise lost_peer(what, err) from err
 
     def _gather(self, value: int) -> list[int]:
         everybody: list[Any] = [None] * self.num_ranks
@@ -159,7 +159,7 @@ def batched(all_copies: list[Copy]) -> list[list[Copy]]:
 
 def launched(comm: CommStream, what: str, start: Launch, keep: Tensors) -> Launched:
     """Launch an operation on replicas, which ranks compare at the end of a step as they do rows."""
-    flight = comm.launch(f"{what} of replicas", start, keep=keep)
+    flight = comm.launch(what, start, keep=keep)
     if flight.alarm is not None:
         flight.alarm.launches.note(what)
     return flight

@@ -108,7 +108,7 @@ class PeerTransport(GroupTransport):
             fn(plan.instances, tensors)
             return (), []
 
-        flight = launched(self._comm, name, issue, (plan.instances, *tensors))
+        flight = launched(self._comm, self.named(name), issue, (plan.instances, *tensors))
         return InFlight(lambda: ended(flight.wait()))
 
     def _own(self, slots: Tensors, own: Tensors) -> None:

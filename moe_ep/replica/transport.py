@@ -93,23 +93,26 @@ class Transport(abc.ABC):
     rank: int
     num_ranks: int
     reads_plan: ClassVar[bool] = True  # on the host
+    where = ""  # layer and micro-batch of the operation that is being launched
     own_slots: SlotBuffers | None = None  # that it brings along; it serves one micro-batch at a time then
 
-    def weight_sync(self, plan: Plan, masters: Tensors, slots: Tensors) -> InFlight:
+    def weight_sync(self, plan: Plan, masters: Tensors, slots: Tensors, *, where: str = "") -> InFlight:
         """Copy masters into the slots that the plan gives them, on all ranks. Collective.
 
         Args:
             plan: the same on every rank.
             masters: [L, ...] each, read until `wait` returns.
             slots: [S, ...] each, of the masters' dtype; written until `wait` returns. Unused slots keep what they hold.
+            where: layer and micro-batch, for messages.
 
         Raises:
             InputError: tensors that do not fit the plan or each other. PeerError: another rank failed.
         """
         self._check(plan, masters, slots)
+        self.where = where
         return self._push(plan, masters, slots)
 
-    def grad_reduce(self, plan: Plan, slot_grads: Tensors, master_grads: Tensors) -> InFlight:
+    def grad_reduce(self, plan: Plan, slot_grads: Tensors, master_grads: Tensors, *, where: str = "") -> InFlight:
         """Add the gradients of replicas to those of their masters, and zero the slots used. Collective.
 
         Args:
@@ -118,6 +121,7 @@ class Transport(abc.ABC):
                 when `wait` returns.
             master_grads: [L', ...] each, of the same dtype, with the home's own part; complete when `wait` returns.
                 L' <= L where the plan counts only L' experts of each rank (see `hot`).
+            where: layer and micro-batch, for messages.
 
         Raises:
             InputError: tensors that do not fit the plan or each other. PeerError: another rank failed.
@@ -126,7 +130,12 @@ class Transport(abc.ABC):
         wrong = [t.dtype for t in (*slot_grads, *master_grads) if t.dtype != grad_dtype(t.dtype)]
         if wrong:
             raise InputError(f"gradients are added in float32, got {wrong[0]}; hand in float32 buffers")
+        self.where = where
         return self._pull(plan, slot_grads, master_grads)
+
+    def named(self, what: str) -> str:
+        """An operation and its place, as messages have it; no name that the ranges of a trace have."""
+        return f"{what} of replicas ({self.where})" if self.where else f"{what} of replicas"
 
     def agree(self, plan: Plan) -> None:
         """See that all ranks have the same plan: one small exchange of checksums. Collective.

@@ -21,6 +21,7 @@ from moe_ep import (
     close_dispatchers,
     domino,
     moe_layers,
+    raise_on_all_ranks,
 )  # fmt: skip
 from moe_ep.debug import debug
 from moe_ep.order import RING, order_of
@@ -234,3 +235,36 @@ def body_one_rank_only(group: dist.ProcessGroup, rank: int) -> str:
 
 def test_all_ranks_must_check_or_none(pool: RankPool) -> None:
     assert all("MOE_EP_DEBUG is False on rank 0, True on rank 1" in error for error in pool.run(body_one_rank_only))
+
+
+def body_left_out(group: dist.ProcessGroup, rank: int, changes: dict[str, Any]) -> str:
+    """Rank 1 has no loss; the other one compares a launch that never comes, for no longer than it takes to say so."""
+    with checking(group):
+        model = small_stack(group, changes, dense=(False, False))
+
+        def run(left_out: bool) -> None:
+            with raise_on_all_ranks(group):
+                (y,), (said,) = model(inputs(rank, 1))
+                if not left_out:
+                    loss_of(y, said).backward()
+
+        run(False)
+        with pytest.raises(PeerError) as caught:
+            run(rank == 1)
+        run(False)
+        return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "waits"),
+    [
+        ({}, "backward of combine of layer 1, micro-batch 0"),
+        (dict(replica=dict(slots=2)), "weight_sync of replicas (layer 1, micro-batch 0, backward)"),
+    ],
+    ids=["rows", "copies"],
+)
+def test_a_rank_at_the_end_of_its_step_is_told_from_one_that_goes_on(
+    pool: RankPool, changes: dict[str, Any], waits: str
+) -> None:
+    for said in pool.run(body_left_out, changes, timeout_s=30):
+        assert f"rank 0 makes the {waits}, rank 1 makes the end of a step" in said
