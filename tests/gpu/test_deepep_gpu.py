@@ -22,6 +22,7 @@ from moe_ep.testing import contract
 from moe_ep.testing.ranks import RankPool
 from moe_ep.testing.table_deepep import DEEPEP, DTYPE, FORMS, HIDDEN
 from tests.gpu.core_cases import TIERS, case_named, tier_of
+from tests.ranks.small_copies import check_equal, train
 
 
 def fitted(case: contract.Case, form: str) -> contract.Case:
@@ -110,3 +111,15 @@ def test_other_users_of_the_library_keep_their_number_of_sms(
         pytest.skip(f"needs DeepEP's api v1: {apis[1] or 'the installed one does not offer it'}")
     for before, after in pools[2].run(sms_before_and_after, timeout_s=120):
         assert before == after
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("form", [pytest.param(f, marks=[] if f == "v1" else [pytest.mark.slow]) for f in FORMS])
+def test_copies_of_hot_experts(pools: dict[int, RankPool], apis: tuple[list[str], str], form: str) -> None:
+    """A layer of 12 physical experts, for which api v2 compiles kernels, against itself without copies."""
+    api = dict(FORMS[form])["api"]
+    if api not in apis[0]:
+        pytest.skip(f"needs DeepEP's api {api}: {apis[1] or f'the installed one offers {apis[0]}'}")
+    changes = dict(dispatcher="deepep", dtype=DTYPE, options=FORMS[form])
+    ours, theirs = (pools[2].run(train, changes, slots, "cuda", timeout_s=120) for slots in (2, 0))
+    check_equal(ours, theirs, DTYPE)

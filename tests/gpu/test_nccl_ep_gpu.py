@@ -23,6 +23,7 @@ from moe_ep.testing.ranks import RankPool
 from moe_ep.testing.table_nccl_ep import LAYOUTS, NCCL_EP
 from tests.gpu.core_cases import TIERS, case_named, tier_of
 from tests.gpu.test_host_syncs_gpu import body_layer
+from tests.ranks.small_copies import check_equal, train
 
 UNIFORM = case_named("uniform/R2")
 NAMES = dict(zip(LAYOUTS, ("nccl_ep", "nccl_ep-flat"), strict=True))
@@ -104,3 +105,12 @@ def test_core_host_syncs_of_a_layer(pool: RankPool, name: str, syncs: int) -> No
     for count, text, declared in pool.run(body_layer, name, False):
         assert declared == syncs
         assert count == declared, f"{declared} declared, {count} counted\n{text}"
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_copies_of_hot_experts(pool: RankPool, dtype: str) -> None:
+    """A layer of 12 physical experts, for which kernels are compiled, against itself without copies."""
+    changes = dict(dispatcher="nccl_ep", dtype=dtype)
+    ours, theirs = (pool.run(train, changes, slots, "cuda", timeout_s=120) for slots in (2, 0))
+    check_equal(ours, theirs, dtype)
