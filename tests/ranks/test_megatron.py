@@ -92,6 +92,7 @@ VARIANTS = {
         moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.01, moe_z_loss_coeff=0.001
     ),
     "one dense layer": dict(moe_layer_freq=[0, 1]),
+    "biases": dict(add_bias_linear=True),
     "top-1, weights on the input": dict(
         moe_router_topk=1, moe_router_pre_softmax=True, moe_apply_probs_on_input=True
     ),

@@ -24,6 +24,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "shared experts": dict(moe_shared_expert_intermediate_size=24, moe_shared_expert_gate=False),
     "a dense layer first": dict(moe_layer_freq=[0, 1], moe_shared_expert_intermediate_size=24),
+    "biases": dict(add_bias_linear=True, moe_layer_freq=[0, 1]),
     "losses summed over tokens": dict(
         moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.01, calculate_per_token_loss=True
     ),
