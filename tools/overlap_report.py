@@ -59,15 +59,18 @@ def _which(step: int | None) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Report on the overlap in profiler traces.", allow_abbrev=False)
-    parser.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help="of each rank one, .json or .json.gz")
+    parser.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help="one of each rank, .json or .json.gz")
     parser.add_argument(
         "--serial", nargs="+", type=Path, metavar="TRACE", help="of the same work without overlap (M = 1)"
     )
-    parser.add_argument("--steps", type=_pair(int), metavar="A,B", help="first and last step to look at; all")
-    parser.add_argument("--rank", type=int, help="whose layers and stages to show; the slowest")
+    parser.add_argument("--steps", type=_pair(int), metavar="A,B", help="first and last step to look at (default: all)")
+    parser.add_argument("--rank", type=int, help="whose layers and stages to show (default: the slowest)")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the last of the steps; --steps A,A draws step A")
     parser.add_argument(
-        "--window", type=_pair(float), metavar="A,B", help="milliseconds of the step to draw; all of it"
+        "--window",
+        type=_pair(float),
+        metavar="A,B",
+        help="first and last millisecond of the step to draw (default: all of it)",
     )
     return parser
 

@@ -174,6 +174,14 @@ def _line(value: Row) -> str:
     return json.dumps(scrub(value), allow_nan=False) + "\n"
 
 
+def _parsed(path: Path, number: int, line: str) -> Any:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as err:
+        what = "give a file that --out of a benchmark wrote" if number == 1 else "the run that wrote it was cut off"
+        raise ValueError(f"{path}:{number}: the line is no JSON ({err.msg}); {what}") from err
+
+
 def read_rows(path: Path) -> tuple[Row, list[Row]]:
     """(machine header, rows) of a file.
 
@@ -181,10 +189,7 @@ def read_rows(path: Path) -> tuple[Row, list[Row]]:
         ValueError: not such a file: the message has path, line and what is wrong.
     """
     lines = [line for line in path.read_text().splitlines() if line.strip()]
-    try:
-        values = [json.loads(line) for line in lines]
-    except json.JSONDecodeError as err:
-        raise ValueError(f"{path}: a line is no JSON ({err}); the run that wrote it was cut off") from err
+    values = [_parsed(path, number, line) for number, line in enumerate(lines, 1)]
     if not values or values[0].get("kind") != "machine":
         raise ValueError(f"{path}: the first line is no machine header; give a file that --out of a benchmark wrote")
     for number, value in enumerate(values, 1):

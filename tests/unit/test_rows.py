@@ -150,7 +150,8 @@ def test_a_copied_tree_can_be_told_its_commit(monkeypatch: pytest.MonkeyPatch) -
     [
         ("", "no machine header"),
         ('{"kind": "row"}\n', "no machine header"),
-        ('{"kind": "machine"\n', "is no JSON"),
+        ('{"kind": "machine"\n', ":1: the line is no JSON .*; give a file that --out of a benchmark wrote"),
+        ('{"kind": "machine"}\n{"ki', ":2: the line is no JSON .*; the run that wrote it was cut off"),
         ('{"kind": "machine"}\n', ":1: field gpu, gpus"),
     ],
 )
