@@ -50,7 +50,10 @@ def find(resume: str, folder: Path) -> Path | None:
     for candidate in (path if (path / META).exists() else None, newest(path), newest(path / "checkpoints")):
         if candidate is not None:
             return candidate
-    raise CheckpointError(f"checkpoint.resume = {resume!r}: no complete checkpoint there")
+    raise CheckpointError(
+        f"checkpoint.resume = {resume!r}: no complete checkpoint there; name a run's folder or a step's in its "
+        "checkpoints (a relative path starts at the working directory), or set 'auto' or 'never'"
+    )
 
 
 def is_step(path: Path, folder: Path, step: int) -> bool:

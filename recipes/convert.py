@@ -21,6 +21,7 @@ if __name__ == "__main__":  # runs from a clone, installed or not
 import torch
 
 from moe_ep.errors import CheckpointError
+from moe_ep.schema import nearest, require
 from recipes import checkpoint, one_rank
 from recipes.build import build, resume
 from recipes.hf import check_exportable, export_hf, import_hf
@@ -30,6 +31,7 @@ from recipes.recipe import Recipe, load_recipe
 from recipes.session import Session
 from recipes.train_loop import save
 
+_COMMANDS = ("import", "export")
 USAGE = "usage: [torchrun ...] recipes/convert.py import|export RECIPE.toml FOLDER [section.key=value ...]"
 
 
@@ -42,9 +44,12 @@ def read(arguments: Sequence[str]) -> one_rank.Task | None:
     """What to do.
 
     Raises:
-        RecipeError: the recipe, or a model that the folder's layout does not hold.
+        RecipeError: the command, the recipe, or a model that the folder's layout does not hold.
     """
-    if len(arguments) < 3 or arguments[0] not in ("import", "export") or not arguments[2]:
+    if not arguments or arguments[0].startswith("-"):
+        return None
+    require(arguments[0] in _COMMANDS, f"command {arguments[0]!r} is unknown; {nearest(arguments[0], _COMMANDS)}")
+    if len(arguments) < 3 or not arguments[2]:
         return None
     recipe = load_recipe(arguments[1], arguments[3:])
     check_exportable(recipe.moe_config())

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO
 
 from moe_ep.errors import RecipeError
-from recipes.files import writing
+from recipes.files import RunFolderError
 
 LOCK = "lock"
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
@@ -34,9 +34,11 @@ class FolderLock:
         """
         path = folder / LOCK
         while not self._holds(path):
-            with writing(path):
+            try:
                 folder.mkdir(parents=True, exist_ok=True)
                 file = path.open("a+", encoding="utf-8")
+            except OSError as err:
+                raise RunFolderError(_unusable(folder, err)) from err
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as err:
@@ -57,6 +59,12 @@ class FolderLock:
 
     def _holds(self, path: Path) -> bool:
         return path.exists() and any(os.path.samestat(path.stat(), os.fstat(file.fileno())) for file in self.files)
+
+
+def _unusable(folder: Path, err: OSError) -> str:
+    return (
+        f"{folder} cannot be made or written ({err.strerror or err}); choose another run.dir or run.name, or free space"
+    )
 
 
 def _refused(folder: Path, file: IO[str], err: OSError) -> str:

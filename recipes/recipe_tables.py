@@ -20,7 +20,8 @@ def read_tables(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as err:
-        raise RecipeError(f"{path}: cannot read the recipe: {getattr(err, 'strerror', None) or err}") from err
+        where = "" if path.is_absolute() else f"; a relative path starts at the working directory, {Path.cwd()}"
+        raise RecipeError(f"{path}: cannot read the recipe: {getattr(err, 'strerror', None) or err}{where}") from err
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as err:

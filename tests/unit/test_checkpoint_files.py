@@ -10,7 +10,10 @@ import torch
 
 from moe_ep.errors import CheckpointError
 from recipes import checkpoint, hf
+from recipes.checkpoint_folder import find
 from recipes.checkpoint_meta import FileRecord
+from recipes.files import RunFolderError
+from recipes.lock import FolderLock
 
 
 def test_files_that_rank_0_does_not_see_make_no_checkpoint(tmp_path: Path) -> None:
@@ -33,3 +36,20 @@ def test_exported_weights_are_as_readable_as_other_files(tmp_path: Path) -> None
     finally:
         os.umask(old)
     assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o644
+
+
+def test_a_path_without_a_checkpoint_is_refused_with_what_may_be_named(tmp_path: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"nowhere': no complete checkpoint there; name a run's folder .* 'never'"
+    ):
+        find(str(tmp_path / "nowhere"), tmp_path)
+
+
+def test_a_run_folder_that_cannot_be_made_is_refused_without_a_word_of_checkpoints(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(
+        RunFolderError, match=r"file/run cannot be made or written \(Not a directory\); choose "
+    ) as caught:
+        FolderLock().hold(file / "run")
+    assert "checkpoint" not in str(caught.value)

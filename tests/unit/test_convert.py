@@ -100,7 +100,9 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
 
 def test_what_cannot_be_converted_is_refused(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(tmp_path / "in")
-    assert refusal(capsys, "eksport", recipe, folder) == (2, convert.USAGE + "\n")
+    code, text = refusal(capsys, "exprt", recipe, folder)
+    assert code == 2 and "refused: command 'exprt' is unknown; did you mean 'export'? known: export, import" in text
+    assert refusal(capsys, "export", recipe) == refusal(capsys, "--help") == (2, convert.USAGE + "\n")
     code, text = refusal(capsys, "export", recipe, folder, "moe.router=sigmoid")
     assert code == 2 and "router = 'sigmoid' is refused" in text
     code, text = refusal(capsys, "export", recipe, folder)

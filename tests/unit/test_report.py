@@ -61,7 +61,10 @@ MAINS = {
     "export": lambda recipe, *rest: convert.main(["export", recipe, "out", *PLAIN, *rest]),
 }
 REFUSALS = {
-    "no recipe": (["nope.toml"], "nope.toml: cannot read the recipe"),
+    "no recipe": (
+        ["nope.toml"],
+        "nope.toml: cannot read the recipe: No such file or directory; a relative path starts at the working dir",
+    ),
     "unknown key": (["train.stepz=1"], "unknown key 'stepz'"),
     "a GPU that is not there": (["parallel.ep_size=2", "parallel.backend=nccl"], "backend = 'nccl' needs a GPU"),
 }
