@@ -22,7 +22,7 @@ from .eager import eager
 from .errors import MoEError
 from .experts_registry import build_experts
 from .flights import LayerFlight, MoEAux, Routed, copies_held, given, releasing
-from .layer_checks import check_layer_index, check_shapes
+from .layer_checks import check_config, check_layer_index, check_shapes
 from .load import rank_load
 from .losses import RouterAux
 from .peers import is_early_stop, mark_everywhere, mark_reported, placed
@@ -69,7 +69,8 @@ class MoELayer(nn.Module):
             self._build_local(group)
         except MoEError as err:
             error = err
-        agree(f"MoE layer {layer_index}", {"layer_index": layer_index, **asdict(config)}, error, group)
+        fields = asdict(config) if isinstance(config, MoEConfig) else {}  # refused above, and all ranks hear of it
+        agree(f"MoE layer {layer_index}", {"layer_index": layer_index, **fields}, error, group)
         self.dispatcher = build_dispatcher(_seen_by_dispatcher(config, group), group)
         self.router.kernels = self.dispatcher.kernels
         self.replicas = build_runtime(config, self.dispatcher, type(self.experts))
@@ -78,6 +79,7 @@ class MoELayer(nn.Module):
     def _build_local(self, group: dist.ProcessGroup | None) -> None:
         """Everything that can fail on this rank alone, before the ranks agree to go on."""
         config, layer_index = self.config, self.layer_index
+        check_config(config)
         error = refusal(_seen_by_dispatcher(config, group), group)
         if error is not None:
             raise error

@@ -5,17 +5,32 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .config import MoEConfig
 from .errors import InputError, RecipeError
 
 
-def check_layer_index(layer_index: int) -> None:
-    """Refuse a number that ranks cannot tell each other (`faults.place_of`).
+def check_layer_index(layer_index: object) -> None:
+    """Refuse what is no number, and a number that ranks cannot tell each other (`faults.place_of`).
 
     Raises:
-        RecipeError: it does not lie in [0, 65536).
+        RecipeError: it is no int, or does not lie in [0, 65536).
     """
-    if not 0 <= layer_index < 1 << 16:
-        raise RecipeError(f"layer_index must lie in [0, 65536), got {layer_index}; number the layers of a model from 0")
+    if not isinstance(layer_index, int) or not 0 <= layer_index < 1 << 16:
+        raise RecipeError(
+            f"layer_index must be an int in [0, 65536), got {layer_index!r}; number the layers of a model from 0"
+        )
+
+
+def check_config(config: object) -> None:
+    """Refuse what is no MoEConfig, a dict of its fields too.
+
+    Raises:
+        RecipeError: with the type met.
+    """
+    if not isinstance(config, MoEConfig):
+        raise RecipeError(
+            f"config must be a MoEConfig, got {type(config).__name__}; write MoEConfig(hidden_size=..., ...)"
+        )
 
 
 def check_shapes(x: object, valid: object, hidden_size: int) -> None:

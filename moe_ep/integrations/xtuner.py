@@ -19,7 +19,9 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from ..config import Kernels
+from ..dispatch import known_dispatchers
 from ..errors import RecipeError
+from ..schema import nearest
 from .xtuner_dispatcher import ExpertWeightLayout, XTunerDispatcher
 
 __all__ = ["ExpertWeightLayout", "XTunerDispatcher", "build_dispatcher"]
@@ -63,7 +65,7 @@ def build_dispatcher(
         options: further keys of the back end.
 
     Raises:
-        RecipeError: expert tensor parallelism or fp8.
+        RecipeError: expert tensor parallelism, fp8, or with one rank a name that nobody knows.
         Unavailable, PeerError: see `moe_ep.build_dispatcher`.
     """
     _refuse_split_experts(tp_group, ep_group, ep_tp_group)
@@ -71,6 +73,9 @@ def build_dispatcher(
         if value != "bf16":
             raise RecipeError(f"{name} = {value!r} is not served: rows travel as they are; use 'bf16'")
     group = None if ep_group is None or ep_group.size() == 1 else ep_group
+    known_names = known_dispatchers()
+    if group is None and dispatcher is not None and dispatcher not in known_names:  # a mistake though nobody uses it
+        raise RecipeError(f"dispatcher = {dispatcher!r} is unknown; {nearest(dispatcher, known_names)}")
     if group is None and dispatcher not in (None, "local"):
         warnings.warn(f"dispatcher {dispatcher!r} is not used: the expert-parallel group has one rank", stacklevel=2)
     known = {"hidden_size": hidden_size, "top_k": top_k, "dtype": dtype}

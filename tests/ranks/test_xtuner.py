@@ -151,6 +151,11 @@ def test_fp8_is_refused(setting: dict[str, Any]) -> None:
         build_dispatcher(None, n_routed_experts=E, **setting)
 
 
+def test_a_misspelt_name_is_refused_where_one_rank_would_not_use_it() -> None:
+    with pytest.raises(RecipeError, match=r"dispatcher = 'al2all' is unknown; did you mean 'all2all'\? known: agrs"):
+        build_dispatcher("al2all", n_routed_experts=E)
+
+
 def test_split_experts_are_refused(pool: RankPool) -> None:
     for text in pool.run(refuse_split):
         assert "tp_group of 2 ranks is not served" in text

@@ -61,3 +61,14 @@ def test_layers_with_numbers_of_their_own_differ_and_one_layer_may_stand_twice()
     step(stack)
     pairs = zip(first.parameters(), second.parameters(), strict=True)
     assert not any(torch.equal(one, other) for one, other in pairs)
+
+
+@pytest.mark.parametrize("index", [-1, 65536, "3", 1.0])
+def test_what_is_no_number_of_a_layer_is_refused(index: object) -> None:
+    with pytest.raises(RecipeError, match=rf"layer_index must be an int in \[0, 65536\), got {index!r}; number the"):
+        MoELayer(CONFIG, layer_index=index)
+
+
+def test_fields_in_place_of_a_configuration_are_refused() -> None:
+    with pytest.raises(RecipeError, match="config must be a MoEConfig, got dict; write MoEConfig"):
+        MoELayer({"hidden_size": 8, "num_experts": 4})
