@@ -72,7 +72,7 @@ class WholeCase(LayerCase):
         return Check(wrong=0, err=0.0) if self.without else super().check(iteration)
 
 
-def _done(*_: object) -> InFlight:
+def _done(*_: object, **__: object) -> InFlight:
     return InFlight(lambda: None)
 
 
