@@ -79,13 +79,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("paths", nargs="+", type=Path, help="files of rows, or folders of them")
     drawn = 0
     for given in parser.parse_args(argv).paths:
-        for path in sorted(given.glob("*.jsonl")) if given.is_dir() else [given]:
+        files = sorted(given.glob("*.jsonl")) if given.is_dir() else [given]
+        if not files:
+            print(f"error: {given} holds no *.jsonl; give a folder that --out of a benchmark wrote", file=sys.stderr)
+            return 2
+        for path in files:
             try:
                 found = panels(read_rows(path)[1])
                 if found:
                     draw(found, path.with_suffix(".png"))
-            except (OSError, ValueError) as err:
-                print(f"error: {path}: {err}", file=sys.stderr)
+            except OSError as err:
+                print(f"error: {err.filename or path}: {err.strerror}; give files of rows, or folders", file=sys.stderr)
+                return 2
+            except ValueError as err:  # has the path
+                print(f"error: {err}", file=sys.stderr)
                 return 2
             except ImportError as err:
                 print(f"error: no charts: {err}; pip install 'moe-ep[plots]'", file=sys.stderr)

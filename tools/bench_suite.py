@@ -107,10 +107,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = _parser().parse_args(argv)
     try:
         wanted = _wanted(chosen)
+        chosen.out.mkdir(parents=True, exist_ok=True)
     except RecipeError as err:
         print(f"error: {err}", file=sys.stderr)
         return 2
-    chosen.out.mkdir(parents=True, exist_ok=True)
+    except OSError as err:
+        print(f"error: {chosen.out} cannot be made: {err.strerror}; choose another folder for --out", file=sys.stderr)
+        return 2
     suite = Suite(out=chosen.out, commit=chosen.commit or git_state(ROOT)[0])
     until = time.monotonic() + chosen.seconds
     for step in wanted:

@@ -101,3 +101,24 @@ def test_rows_become_lines_of_panels_and_a_picture(tmp_path: Path) -> None:
     }
     pytest.importorskip("matplotlib")
     assert bench_chart.main([str(tmp_path)]) == 0 and path.with_suffix(".png").stat().st_size > 0
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_of_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    assert bench_suite.main(["--ranks", "2", "--rehearsal", "--only", "charts", "--out", str(file)]) == 2
+    assert capsys.readouterr().err == f"error: {file} cannot be made: File exists; choose another folder for --out\n"
+
+
+def test_what_holds_no_rows_is_not_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "broken").write_text("rows")
+    for name, text in {
+        ".": "holds no *.jsonl; give a folder",
+        "none": "none: No such file or directory; give files",
+        "broken": "broken:1: the line is no JSON",
+    }.items():
+        assert bench_chart.main([str(tmp_path / name)]) == 2
+        said = capsys.readouterr().err
+        assert text in said and said.count("\n") == 1
