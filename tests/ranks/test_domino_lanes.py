@@ -41,14 +41,14 @@ def run_step(model: DominoStack, xs: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def body_steady(
-    group: dist.ProcessGroup, rank: int, num: int, ahead: bool, recompute: bool, early_stop: bool
+    group: dist.ProcessGroup, rank: int, steps: int, num: int, ahead: bool, recompute: bool, early_stop: bool
 ) -> list[int]:
     with host_ahead(ahead), set_checkpoint_early_stop(early_stop):
-        return left_over(group, rank, num, recompute_region if recompute else None)
+        return left_over(group, rank, steps, num, recompute_region if recompute else None)
 
 
-def left_over(group: dist.ProcessGroup, rank: int, num: int, region: Region | None) -> list[int]:
-    """What is left of micro-batches after step 10, after step 200, with outputs pending, and without them.
+def left_over(group: dist.ProcessGroup, rank: int, steps: int, num: int, region: Region | None) -> list[int]:
+    """What is left of micro-batches after step 10, after the last, with outputs pending, and without them.
 
     Lanes, free lanes, live tickets, transfers (those of a graph that is alive), communications in flight.
     """
@@ -65,9 +65,9 @@ def left_over(group: dist.ProcessGroup, rank: int, num: int, region: Region | No
     run_step(model, inputs(rank, num))  # torch sets things up, and leaves a cycle
     gc.collect()
     gc.disable()  # nothing may need the collector to go
-    for number in range(1, 201):
+    for number in range(1, steps + 1):
         run_step(model, inputs(rank, num))
-        seen += figures() if number in (10, 200) else []
+        seen += figures() if number in (10, steps) else []
     pending = launch(model.layers[:1], inputs(rank, num))
     seen += figures()
     del pending  # abandoned, never resolved
@@ -77,20 +77,21 @@ def left_over(group: dist.ProcessGroup, rank: int, num: int, region: Region | No
 
 
 @pytest.mark.parametrize(
-    ("num", "ahead", "recompute", "early_stop"),
+    ("steps", "num", "ahead", "recompute", "early_stop"),
     [
-        (2, False, False, True),
-        (2, True, False, True),
-        (2, True, True, True),
-        (2, False, True, False),
-        pytest.param(3, False, False, True, marks=pytest.mark.slow),
-        pytest.param(3, True, True, False, marks=pytest.mark.slow),
+        (50, 2, False, False, True),
+        (50, 2, True, False, True),
+        (50, 2, True, True, True),
+        (50, 2, False, True, False),
+        pytest.param(200, 2, True, True, True, marks=pytest.mark.slow),
+        pytest.param(200, 3, False, False, True, marks=pytest.mark.slow),
+        pytest.param(200, 3, True, True, False, marks=pytest.mark.slow),
     ],
 )
 def test_lanes_and_tickets_do_not_grow_and_come_back(
-    pool: RankPool, num: int, ahead: bool, recompute: bool, early_stop: bool
+    pool: RankPool, steps: int, num: int, ahead: bool, recompute: bool, early_stop: bool
 ) -> None:
-    for seen in pool.run(body_steady, num, ahead, recompute, early_stop):
+    for seen in pool.run(body_steady, steps, num, ahead, recompute, early_stop):
         gone = [num, num, 0, 0, 0]
         assert seen == gone * 2 + [num, 0, num, 2 * num, num] + gone
 
