@@ -70,8 +70,15 @@ def parse(text: str) -> Synthetic:
     for part in filter(None, rest.split(",")):
         key, equals, value = part.partition("=")
         require(bool(equals), f"trace {text!r}: {part!r} must read KEY=VALUE")
-        table[key] = float(value) if key == "skew" else int(value) if value.lstrip("-").isdigit() else value
+        table[key] = _number(value, float if key == "skew" else int)
     return from_mapping(Synthetic, table, f"trace {text!r}")
+
+
+def _number(text: str, kind: type[int] | type[float]) -> object:
+    try:
+        return kind(text)
+    except ValueError:
+        return text  # refused by its key's type
 
 
 def is_synthetic(text: str) -> bool:

@@ -181,6 +181,7 @@ def test_what_cannot_be_read_ends_with_2(tmp_path: Path, capsys: pytest.CaptureF
     for arguments, text in (
         ([str(tmp_path / "empty")], "holds no step-*-rank*.safetensors; record one with metrics.routing_trace="),
         ([str(tmp_path / "missing")], "is no routing trace"),
+        (["zipf:skew=two"], "skew = 'two' must be float, got str"),
         ([str(torn)], "is no routing trace"),
         (["zipf", "--policies", "quotas"], "'quotas' is unknown"),
         (["zipf", "--every", "0"], "--every must be at least 1, got 0"),
