@@ -150,7 +150,11 @@ def resume(trainer: Trainer, *, train: bool = True) -> str:
     trainer.step, trainer.resumed_from = progress.step, path
     trainer.saved_step = progress.step if checkpoint.is_step(path, folder, progress.step) else -1
     before, now = progress.samples_per_step, samples_per_step(recipe, ranks)
-    shift = "" if before == now else f" (a step has {now} sequences, not {before} as before: other text follows)"
+    shift = (
+        ""
+        if before == now or not train
+        else f" (a step has {now} sequences, not {before} as before: other text follows)"
+    )
     return f"resumes at step {progress.step} from {path}{shift}"
 
 

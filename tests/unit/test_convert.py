@@ -85,7 +85,8 @@ def test_imported_weights_are_trained_on_and_exported(
     assert given.keys() == same.keys() and all(torch.equal(given[name], same[name]) for name in given)
     assert program.main([recipe]) == 0
     assert "resumes at step 0" in capsys.readouterr().out
-    assert convert.main(["export", recipe, str(tmp_path / "out")]) == 0
+    assert convert.main(["export", recipe, str(tmp_path / "out"), "train.gradient_accumulation=8"]) == 0
+    assert "other text follows" not in capsys.readouterr().out, "nothing follows an export"
     trained = load_file(tmp_path / "out/model.safetensors")
     moved = [(trained[name] - given[name]).abs().max().item() for name in given]
     assert min(moved) > 0 and max(moved) < 0.01
