@@ -125,7 +125,8 @@ def body_mutant(group: dist.ProcessGroup, rank: int, waits: str, awaited: str, i
 def test_a_removed_wait_gives_wrong_numbers(pool: RankPool, waits: str, awaited: str, micro_batch: int) -> None:
     seen = pool.run(body_mutant, waits, awaited, micro_batch)
     if waits == "read":
-        assert seen == ["ProtocolError"] * 2, "counts that have not come are no counts"
+        assert "ProtocolError" in seen, "counts that have not come are no counts"
+        assert set(seen) <= {"ProtocolError", "PeerError"}, "a rank that hears of it first raises the other's"
     else:
         assert set(seen) & {"wrong", "ProtocolError"}, seen
 
