@@ -37,7 +37,8 @@ State = dict[str, Tensor]
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    with RankPool(4, timeout_s=250) as ranks:
+    # not forked: live tensors are counted, and what other tests have left in this process is none of the ranks' own
+    with RankPool(4, timeout_s=250, start_method="forkserver") as ranks:
         yield ranks
 
 
