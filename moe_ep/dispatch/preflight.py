@@ -7,6 +7,7 @@ assertion deep inside a library is a sentence on every rank.
 from __future__ import annotations
 
 import hashlib
+import os
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -74,7 +75,7 @@ def preflight(
     error = Unavailable(f"{what} cannot run here: {'; '.join(reasons)}") if reasons else None
     agree(what, equal, error, group)
     places = _gather_places(what, group)
-    problem = place_problem(places, torch.cuda.device_count()) if one_host else None
+    problem = place_problem(places, torch.cuda.device_count(), overlapping=_may_overlap()) if one_host else None
     agree(what, {}, None if problem is None else Unavailable(f"{what} cannot run here: {problem}"), group)
     return places
 
@@ -90,11 +91,16 @@ def _gather_places(what: str, group: dist.ProcessGroup) -> list[Place]:
     return places
 
 
-def place_problem(places: Sequence[Place], num_visible: int) -> str | None:
+def _may_overlap() -> bool:
+    # torch's own switch, without which its symmetric memory refuses two ranks on a GPU as well
+    return os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
+
+
+def place_problem(places: Sequence[Place], num_visible: int, *, overlapping: bool = False) -> str | None:
     """Why ranks at these places cannot read and write each other's GPU memory, None where nothing speaks against it.
 
     Peer access is asked for only where this rank sees all the GPUs (num_visible of them); where each rank sees its
-    own alone, the library finds out.
+    own alone, the library finds out. `overlapping`: ranks may share a GPU, which is slow, and meant for tests.
     """
     hosts = [place.host for place in places]
     if len(set(hosts)) > 1:
@@ -103,7 +109,7 @@ def place_problem(places: Sequence[Place], num_visible: int) -> str | None:
     for rank, place in enumerate(places):
         owners.setdefault(place.device, []).append(rank)
     shared = [ranks for device, ranks in owners.items() if len(ranks) > 1 and device]
-    if shared:
+    if shared and not overlapping:
         return (
             f"ranks {', '.join(map(str, shared[0]))} use the same GPU; give each rank its own "
             "(torch.cuda.set_device(local rank) before the process group)"

@@ -49,7 +49,7 @@ def _join_group(rank: int, settings: Settings) -> None:
     torch.set_num_threads(1)  # ranks share the cores
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the machine's own name need not resolve
     if settings.device == "cuda":
-        torch.cuda.set_device(rank)
+        _take_gpu(rank, settings.world_size)
     dist.init_process_group(
         settings.backend,
         init_method=f"file://{settings.folder}/store",
@@ -57,6 +57,14 @@ def _join_group(rank: int, settings: Settings) -> None:
         world_size=settings.world_size,
         timeout=timedelta(seconds=settings.group_timeout_s),
     )
+
+
+def _take_gpu(rank: int, world_size: int) -> None:
+    count = torch.cuda.device_count()
+    torch.cuda.set_device(rank % max(count, 1))
+    if world_size > count:  # both libraries refuse ranks on one GPU unless told that they are meant to be
+        os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
 
 
 def _answer(rank: int, settings: Settings, pipe: Connection) -> None:

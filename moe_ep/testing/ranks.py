@@ -60,7 +60,8 @@ class RankPool:
     Args:
         world_size: number of ranks.
         backend: backend string of `init_process_group`, such as "gloo", "nccl" or "cpu:gloo,cuda:nccl".
-        device: "cpu", or "cuda": rank r then uses cuda:r as its current device.
+        device: "cpu", or "cuda": rank r then uses cuda:r as its current device. Where there are fewer GPUs than ranks,
+            they share them in turn: results are what they would be, times are not, and NCCL must be 2.30 or newer.
         timeout_s: default time for one `run`, seconds.
         start_method: "fork", "forkserver" or "spawn"; None: fork where that is safe, else forkserver.
     """

@@ -67,6 +67,8 @@ def test_places_that_do_not_suit() -> None:
     assert "they are on 2" in (place_problem([here, there], 0) or "")
     assert "ranks 0, 1 use the same GPU" in (place_problem([here, here], 0) or "")
     assert place_problem([here, Place("a", "gpu-1", 1)], 0) is None
+    assert place_problem([here, here], 0, overlapping=True) is None
+    assert "they are on 2" in (place_problem([here, there], 0, overlapping=True) or "")
 
 
 def test_missing_peer_access_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
