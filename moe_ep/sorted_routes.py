@@ -99,19 +99,20 @@ def regroup(
         kernels: let the CUDA kernels do it where the counts are on a GPU.
 
     Returns:
-        order int32 [N]: expert row n is received row order[n]; places int32 [N]: its inverse; both None where L = 1,
-        since the received order is the expert order then. offsets int32 [L+1] and tokens_per_expert int32 [L].
+        order int32 [N]: expert row n is received row order[n]; places int32 [N]: its inverse; both None where L = 1 or
+        R = 1, since the received order is the expert order then. offsets int32 [L+1] and tokens_per_expert int32 [L].
 
     Example: two sources, two experts, counts [[1, 2], [1, 0]]: received rows are experts 0, 1, 1 | 0,
     so order = [0, 3, 1, 2], places = [0, 2, 3, 1], offsets = [0, 2, 4].
     """
     num_ranks, num_local = counts_RL.shape
-    if kernels and counts_RL.is_cuda and num_local > 1:
+    in_order = num_local == 1 or num_ranks == 1
+    if kernels and counts_RL.is_cuda:  # one kernel for all four, whether or not the first two are needed
         order, places, offsets, tokens = routes_module().regroup_rows(counts_RL, num_rows, 1)
-        return order, places, offsets, tokens
+        return (None, None, offsets, tokens) if in_order else (order, places, offsets, tokens)
     counts_L = counts_RL.sum(0)
     offsets, tokens = make_offsets(counts_L), counts_L.to(torch.int32)
-    if num_local == 1:
+    if in_order:
         return None, None, offsets, tokens
     experts = torch.arange(num_local, device=counts_RL.device).repeat(num_ranks)
     expert = experts.repeat_interleave(counts_RL.reshape(-1), output_size=num_rows)
@@ -123,5 +124,6 @@ def regroup(
 
 def make_offsets(counts_L: Tensor) -> Tensor:
     """Exclusive prefix sums with the total behind: int32 [L+1] of int [L]."""
-    zero = torch.zeros(1, dtype=torch.int64, device=counts_L.device)
-    return torch.cat([zero, counts_L.long().cumsum(0)]).to(torch.int32)
+    offsets = torch.zeros(counts_L.shape[0] + 1, dtype=torch.int32, device=counts_L.device)
+    torch.cumsum(counts_L, 0, dtype=torch.int32, out=offsets[1:])
+    return offsets
