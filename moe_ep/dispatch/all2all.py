@@ -54,7 +54,8 @@ class All2All(Dispatcher):
     The counts [R, L] travel early, together with each rank's fault status, and the host reads them once per
     micro-batch. They have a process group and a stream of their own, so that a micro-batch's rows can be launched while
     those of the one before are still under way. Received rows stand in the order (source rank, local expert, token, k);
-    they are handed over as they are, with the index that regroups them by expert.
+    they are handed over as they are, with the index that regroups them by expert; with one expert or one rank they are
+    grouped. On one rank rows stay in the memory that they were gathered into.
 
     Order of sums: combine adds a token's routes with k ascending, in float32; so does backward for x.
     Kept for backward: 12 T K + 8 N bytes of integers, and the N received rows where the experts keep them.
@@ -177,8 +178,8 @@ class All2All(Dispatcher):
 
     def _combine(self, ticket: Ticket) -> None:
         state: All2AllState = ticket.state
-        num_sent, num_received = state.routes.row_token.shape[0], sum(state.recv)
-        transfer = AllToAllRows(self.row_group, list(state.recv), list(state.send), num_received, num_sent)
+        send, recv = list(state.send), list(state.recv)
+        transfer = AllToAllRows(self.row_group, recv, send, sum(recv), sum(send))
         comm = self.comm(ticket.payload[0].device)
         state.flight = Flight(transfer, comm, f"combine of {ticket.where}", ticket.packed)
         ticket.payload = start(state.flight, *ticket.payload)
@@ -188,5 +189,5 @@ class All2All(Dispatcher):
         state: All2AllState = ticket.state
         assert state.flight is not None, "no flight"
         (rows_SH,) = finish(state.flight, *ticket.payload)
-        routes = state.routes
-        return sum_rows(rows_SH, routes.row_token, routes.positions, bound=routes.bound, kernels=self.kernels)
+        routes, row_token = state.routes, state.routes.row_token[: rows_SH.shape[0]]
+        return sum_rows(rows_SH, row_token, routes.positions, bound=routes.bound, kernels=self.kernels)

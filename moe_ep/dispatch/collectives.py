@@ -1,7 +1,7 @@
 """The collectives of torch.distributed that move rows, each noted for the alarm of its group.
 
-They start and return; whoever calls them on the comm stream, or keeps the work handles, waits. A group of one rank, or
-none, copies.
+They start and return; whoever calls them on the comm stream, or keeps the work handles, waits. In a group of one rank,
+or none, rows have nowhere to go: those in memory that `room_for` gave are there already, others are copied.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..alarm_registry import alarm_of, find_alarm
 from ..calls import Call, Kind
 from ..in_flight import InFlight
 from ..order import order_of
-from ..race import begin_late
+from ..race import begin_late, race_of
 from ..streams import any_stream, is_async
 
 Tensors = tuple[Tensor, ...]
@@ -33,18 +33,38 @@ for _async_op, _options in enumerate(_OPTIONS):
     _options.asyncOp = bool(_async_op)
 
 
+def room_for(num_rows: int, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Memory for `num_rows` rows [num_rows, ...] that a collective brings where `tensor` goes.
+
+    With nobody else in the group it is where the first rows of `tensor` are, as far as these are enough; but not under
+    MOE_EP_RACE, where rows arrive.
+    """
+    if _is_alone(group) and num_rows <= tensor.shape[0] and race_of(group) is None:
+        return tensor if num_rows == tensor.shape[0] else tensor[:num_rows]
+    return tensor.new_empty((num_rows, *tensor.shape[1:]))
+
+
+def _is_alone(group: dist.ProcessGroup | None) -> bool:
+    return group is None or group.size() == 1
+
+
+def _stay(out: Tensor, tensor: Tensor) -> None:
+    if out.data_ptr() != tensor.data_ptr():
+        out.copy_(tensor)
+
+
 def all_to_all(
     out: Tensor, tensor: Tensor, recv: list[int], send: list[int], group: dist.ProcessGroup | None
 ) -> list[Any]:
-    """Start an uneven all-to-all of rows; without a group a copy. Returns work handles (none on CUDA)."""
+    """Start an uneven all-to-all of rows into `out`. Returns work handles (none on CUDA)."""
     order = order_of(group)
     if order is not None:
         order.note("all_to_all", tensor, out)
         order.compare_splits(send, recv)
 
     def begin(out: Tensor) -> list[Any]:
-        if group is None or group.size() == 1:
-            out.copy_(tensor)
+        if group is None or _is_alone(group):
+            _stay(out, tensor)
             return []
         _note(group, "all_to_all", tensor, send, recv)
         apart = not tensor.is_cuda
@@ -55,14 +75,14 @@ def all_to_all(
 
 
 def all_gather(out: Tensor, tensor: Tensor, group: dist.ProcessGroup | None) -> list[Any]:
-    """Start an all-gather of equal blocks; without a group a copy. Returns work handles (none on CUDA)."""
+    """Start an all-gather of equal blocks into `out`. Returns work handles (none on CUDA)."""
     order = order_of(group)
     if order is not None:
         order.note("all_gather", tensor, out)
 
     def begin(out: Tensor) -> list[Any]:
-        if group is None or group.size() == 1:
-            out.copy_(tensor)
+        if group is None or _is_alone(group):
+            _stay(out, tensor)
             return []
         _note(group, "all_gather", tensor, tensor.shape[:1], tensor.shape[:1])
         with _own_error():

@@ -8,13 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .collectives import Tensors, all_gather, all_to_all
+from .collectives import Tensors, all_gather, all_to_all, room_for
 
 
 class AllToAllRows:
     """Rows [S, ...] to the ranks they are for, in rank order; its transpose is itself with the splits swapped.
 
     A buffer may be longer than its splits' sum: the rows behind are neither sent nor written, and nobody reads them.
+    In a group of one rank they stay in the memory that they are in, unless a longer buffer is to come.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class AllToAllRows:
         received, works = [], []
         num_sent, num_received = sum(send), sum(recv)
         for tensor in tensors:
-            out = tensor.new_empty((rows, *tensor.shape[1:]))
+            out = room_for(rows, tensor, self.group)
             target = out if num_received == rows else out[:num_received]
             given = tensor if num_sent == tensor.shape[0] else tensor[:num_sent]
             works += all_to_all(target, given, recv, send, self.group)
@@ -61,7 +62,7 @@ class GatherRows:
         """Start gathering blocks [C, ...]; results [R*C, ...]."""
         gathered, works = [], []
         for tensor in payload:
-            out = tensor.new_empty((self.num_ranks * self.block, *tensor.shape[1:]))
+            out = room_for(self.num_ranks * self.block, tensor, self.group)
             works += all_gather(out, tensor, self.group)
             gathered.append(out)
         return tuple(gathered), works
@@ -76,6 +77,8 @@ class GatherRows:
         return tuple(self._sum(part) for part in parts)
 
     def _sum(self, part: Tensor) -> Tensor:
+        if self.num_ranks == 1:
+            return part
         blocks = part.view(self.num_ranks, self.block, *part.shape[1:])
         wide = torch.float64 if part.dtype == torch.float64 else torch.float32
         total = blocks[0].to(wide)
