@@ -10,6 +10,8 @@ from pathlib import Path
 
 GROUPS = ("contract", "stages", "layers", "domino", "replicas", "megatron", "charts")
 SHAPES = {"dsv3": "dsv3_full", "qwen3": "qwen3", "mixtral": "mixtral"}  # experts as in the models
+FEW = {"dsv3": "dsv3", "qwen3": "qwen3", "mixtral": "mixtral"}  # on two ranks: a quarter of dsv3's experts
+HOT = {"dsv3": 1, "dsv3_full": 1, "qwen3": 4}  # experts whose routes make the skew, where as many copies even it out
 TINY = {"tiny": "64,32,48,16,2"}
 ON_GPUS = (
     *("all2all", "all2all:num_sms=8", "agrs", "direct", "direct:capacity_factor=1.2"),
@@ -17,6 +19,8 @@ ON_GPUS = (
 )
 ON_CPUS = ("all2all", "agrs")
 SKEWS = "1,1.5,2,3"
+SMS = (4, 8, 16, 32, 64)  # that a dispatcher of peer memory may use
+CTAS = (4, 6, 8, 16)  # thread blocks of NCCL beside the experts' GEMMs
 CONTRACT = {"messages": "all2all or agrs or local", "direct": "direct", "deepep": "deepep", "nccl_ep": "nccl_ep"}
 
 
@@ -105,26 +109,37 @@ def _contract(host: _Host) -> Iterator[Step]:
 
 def _benchmarks(host: _Host) -> Iterator[Step]:
     fewer = ("--iterations", "2", "--warmup", "1") if host.rehearsal else ("--iterations", "10", "--warmup", "3")
+    shapes = TINY if host.rehearsal else FEW if host.ranks == 2 else SHAPES
+    for name, shape in shapes.items():
+        yield from _of_shape(host, name, shape, ("--shape", shape, *fewer))
+    if host.rehearsal:
+        return
+    yield host.measured("replicas", "links", "bench_replica_sync.py", 300, "--messages")
+    for name, shape in shapes.items():
+        yield host.measured("megatron", name, "bench_megatron.py", 580, "--shape", shape)
+
+
+def _of_shape(host: _Host, name: str, shape: str, on: tuple[str, ...]) -> Iterator[Step]:
     candidates = ON_CPUS if host.rehearsal else ON_GPUS
     all_, best = ",".join(candidates), ",".join(candidates if host.rehearsal else ("all2all:num_sms=8", "direct"))
+    sweep = () if host.rehearsal else tuple(f"direct:capacity_factor=1.2:num_sms={sms}" for sms in SMS)
+    beside = candidates if host.rehearsal else ("all2all", *(f"all2all:num_sms={n}" for n in CTAS), "direct")
     experts = () if host.rehearsal else ("--experts", "torch,quack")
-    both = ("--pass", "fwd+bwd")
-    for name, shape in (TINY if host.rehearsal else SHAPES).items():
-        on = ("--shape", shape, *fewer)
-        limit = 120 if host.rehearsal else 580
-        skews = ("--skew", SKEWS if host.ranks >= 3 else "1,1.5,2")
-        yield host.measured("stages", name, "bench_dispatch.py", limit, *on, *skews, "--dispatchers", all_)
-        yield host.measured(
-            "layers", name, "bench_dispatch.py", limit, *on, *skews, *both, *experts, "--level", "layer",
-            "--dispatchers", all_,
-        )  # fmt: skip
-        yield host.measured(
-            "domino", name, "bench_dispatch.py", limit, *on, *both, "--level", "stack", "--micro-batches", "1,2",
-            "--dispatchers", best, *(() if host.rehearsal else ("--attention", "gqa")),
-        )  # fmt: skip
-        yield host.measured(
-            "replicas", name, "bench_dispatch.py", limit, *on, *skews, *both, "--level", "layer", "--replica-slots",
-            "0,1,2" if shape != "mixtral" else "0,1", "--dispatchers", best,
-        )  # fmt: skip
-        if not host.rehearsal:
-            yield host.measured("megatron", name, "bench_megatron.py", limit, "--shape", shape)
+    hot = ("--hot-experts", str(HOT[shape])) if shape in HOT else ()
+    slots = "0,1" if shape == "mixtral" else "0,1,2,4" if shape == "qwen3" else "0,1,2"
+    limit = 120 if host.rehearsal else 580
+    skews, both = ("--skew", SKEWS if host.ranks >= 3 else "1,1.5,2"), ("--pass", "fwd+bwd")
+
+    def dispatched(group: str, *arguments: str) -> Step:
+        return host.measured(group, name, "bench_dispatch.py", limit, *on, *arguments)
+
+    yield dispatched("stages", *skews, "--dispatchers", ",".join((all_, *sweep)))
+    yield dispatched("layers", *skews, *both, *experts, "--level", "layer", "--dispatchers", all_)
+    yield dispatched(
+        "domino", *both, *experts, "--level", "stack", "--micro-batches", "1,2,4", "--dispatchers", ",".join(beside),
+        *(() if host.rehearsal else ("--attention", "gqa")),
+    )  # fmt: skip
+    yield dispatched(
+        "replicas", "--skew", "1,1.5,1.9", *hot, *both, "--level", "layer", "--replica-slots", slots,
+        "--dispatchers", best,
+    )  # fmt: skip

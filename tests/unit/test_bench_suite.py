@@ -37,6 +37,16 @@ def test_every_benchmark_s_arguments_are_valid_ones(ranks: int, rehearsal: bool,
         options = parse_options(bench_dispatch._parser().parse_args(given), torch.device("cpu"))
         options.check()
         assert max(options.skews) <= ranks and all(shape.E % ranks == 0 for shape in options.shapes)
+        assert options.hot_experts is None or options.hot_experts in options.replica_slots
+
+
+def test_on_two_ranks_it_measures_what_may_stand_beside_the_experts(tmp_path: Path) -> None:
+    """Numbers of SMs, of micro-batches and of copies, on the sizes whose experts fit two GPUs."""
+    found = {one.name: one.text for one in steps(2, tmp_path, rehearsal=False, commit=None)}
+    assert all(f"direct:capacity_factor=1.2:num_sms={sms}" in found["stages-dsv3"] for sms in (4, 8, 16, 32, 64))
+    assert all(f"all2all:num_sms={sms}" in found["domino-qwen3"] for sms in (4, 6, 8, 16))
+    assert "--micro-batches 1,2,4" in found["domino-mixtral"] and "--shape dsv3 " in found["domino-dsv3"]
+    assert "--hot-experts 4" in found["replicas-qwen3"] and "--replica-slots 0,1,2,4" in found["replicas-qwen3"]
 
 
 def test_the_contract_s_files_are_there(tmp_path: Path) -> None:
