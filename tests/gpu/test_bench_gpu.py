@@ -14,7 +14,7 @@ import pytest
 from tools.rows import Row, read_rows
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = [pytest.mark.gpu(2), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.gpu(2, apart=True), pytest.mark.timeout(300)]
 LAYERS, MICRO_BATCHES = 2, 2
 # Computation of a layer and micro-batch, 15 TFLOP in grouped GEMMs and 5 in attention (over 30 ms at 600 TFLOP/s), is
 # several times what the host needs to issue it (7 ms): a stack that waits for its host hides nothing.

@@ -12,7 +12,7 @@ import pytest
 from tools.rows import Row, read_rows
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = [pytest.mark.gpu(2), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.gpu(2, apart=True), pytest.mark.timeout(300)]
 SHAPE = "2048,1024,512,16,4"
 COPIES = ("--skew", "1,1.6", "--replica-slots", "0,2", "--pass", "fwd+bwd", "--iterations", "5", "--warmup", "2")
 

@@ -117,7 +117,7 @@ torch.distributed.destroy_process_group()
 """
 
 
-@pytest.mark.gpu(2)
+@pytest.mark.gpu(2, apart=True)
 def test_a_rank_takes_the_gpu_of_its_local_rank_among_the_visible_ones(tmp_path: Path) -> None:
     """pytorch/torchtitan#1229, deepspeedai/DeepSpeed#7266, xdit-project/xDiT#731, pytorch/pytorch#178977."""
     said = {}
@@ -187,7 +187,7 @@ def test_deepep_as_the_first_thing_that_uses_a_group(api: str) -> None:
     assert reasons == ["", ""]
 
 
-@pytest.mark.gpu(2)
+@pytest.mark.gpu(2, apart=True)
 @pytest.mark.parametrize("ep_size", [1, 2])
 def test_the_program_on_two_gpus_trains_as_one_rank_does(tmp_path: Path, ep_size: int) -> None:
     """huggingface/transformers#48208, pytorch/pytorch#167178: FSDP2, clipping, the fused optimizer."""

@@ -26,7 +26,7 @@ def test_the_loaded_nccl_is_read_from_the_library() -> None:
     assert len([int(part) for part in version.split(".")]) == 3
 
 
-@pytest.mark.gpu(2)
+@pytest.mark.gpu(2, apart=True)
 def test_every_pair_of_gpus_has_a_line() -> None:
     lines = doctor.to_text(doctor.diagnose()).splitlines()
     pairs = torch.cuda.device_count() * (torch.cuda.device_count() - 1) // 2
