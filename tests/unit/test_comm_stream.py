@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from moe_ep import in_flight
+from moe_ep import in_flight, streams
 from moe_ep.in_flight import making
-from moe_ep.streams import CommStream
+from moe_ep.streams import CommStream, comm_stream, forget_streams
 
 
 class Cuda:
@@ -18,11 +18,13 @@ class Cuda:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log: list[tuple[str, str, str]] = []
+        self.made: list[tuple[Any, int]] = []  # device and priority of each stream
         numbers, cuda = itertools.count(1), self
 
         class Stream:
             def __init__(self, device: Any = None, priority: int = 0, name: str = "comm") -> None:
                 self.name = name
+                cuda.made.append((device, priority))
 
             def wait_event(self, event: Event) -> None:
                 cuda.log.append((self.name, "waits for", event.name))
@@ -38,6 +40,7 @@ class Cuda:
                 cuda.log.append(("host", "waits for", self.name))
 
         self.current = Stream(name="caller")
+        self.made.clear()
         monkeypatch.setattr(torch.cuda, "Stream", Stream)
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -91,3 +94,26 @@ def test_the_callers_stream_is_current_again_after_an_error(cuda: Cuda) -> None:
     with pytest.raises(ValueError, match="comm"):
         CommStream(torch.device("cuda", 0), None).launch("it", fail)
     assert cuda.current.name == "caller"
+
+
+class Group:
+    """All that a comm stream is found by."""
+
+    def __init__(self, name: str) -> None:
+        self.group_name = name
+
+
+def test_a_device_and_a_group_have_one_stream_of_high_priority(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks issues in one order; and blocks that compute has queued do not hold up a communication."""
+    monkeypatch.setattr(streams, "_streams", {})
+    here, there = torch.device("cuda", 0), torch.device("cuda", 1)
+    one: Any
+    other: Any
+    one, other = Group("one"), Group("other")
+    first = comm_stream(here, one)
+    assert comm_stream(torch.device("cuda"), one) is first is comm_stream(here, one), "also where no index is given"
+    others = [comm_stream(there, one), comm_stream(here, other), comm_stream(here, one, early=True)]
+    assert len({id(each.stream) for each in (first, *others)}) == 4
+    assert cuda.made == [(here, -1), (there, -1), (here, -1), (here, -1)]
+    forget_streams(one)
+    assert comm_stream(here, other) is others[1] and comm_stream(here, one) is not first
