@@ -106,7 +106,7 @@ def test_values_do_not_depend_on_m(pool: RankPool, name: str, num: int) -> None:
 
 @pytest.mark.parametrize("dispatcher", ["local", "all2all", "agrs"])
 def test_values_do_not_depend_on_m_on_one_rank(dispatcher: str) -> None:
-    for num in (1, 3):
+    for num in (1, 2, 3, 4):
         compare(small_stack(None, dict(dispatcher=dispatcher)), 0, num)
 
 
@@ -182,13 +182,19 @@ def test_the_recorded_order_is_the_schedule_both_ways(pool: RankPool, num: int, 
 
 
 def body_recompute(
-    group: dist.ProcessGroup, rank: int, num: int, attention: bool, early_stop: bool, ahead: bool
+    group: dist.ProcessGroup,
+    rank: int,
+    num: int,
+    attention: bool,
+    early_stop: bool,
+    ahead: bool,
+    changes: dict[str, Any] | None = None,
 ) -> list[int]:
     """Launches of (counts and dispatch, combine) in forward and in backward."""
-    model = small_stack(group)
+    model = small_stack(group, changes)
     region = functools.partial(checkpoint, use_reentrant=False, context_fn=recompute_context_fn)
     with set_checkpoint_early_stop(early_stop):
-        plain_model = small_stack(group)
+        plain_model = small_stack(group, changes)
         want, own, want_loads = each_alone(plain_model, inputs(rank, num))
         for layer in model.layers:
             layer.recompute_in(region, attention=attention)  # type: ignore[operator]
@@ -207,12 +213,19 @@ def body_recompute(
 
 @pytest.mark.parametrize("early_stop", [True, False])
 @pytest.mark.parametrize("attention", [True, False])
-@pytest.mark.parametrize(("num", "ahead"), [(1, False), (2, False), (2, True), (3, False), (3, True)])
+@pytest.mark.parametrize(("num", "ahead"), [(1, False), (2, False), (2, True), (3, False), (4, True)])
 def test_recompute_changes_nothing_and_combines_once(
     pool: RankPool, num: int, ahead: bool, attention: bool, early_stop: bool
 ) -> None:
     for launches in pool.run(body_recompute, num, attention, early_stop, ahead):
         assert launches == [2 * 2 * num, 2 * num, 2 * num], "two layers with experts; dispatch again, combine not"
+
+
+@pytest.mark.parametrize("name", ["agrs", "agrs grouped", "sigmoid loop"])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_so_it_does_with_other_dispatchers_and_routers(pool: RankPool, name: str, ahead: bool) -> None:
+    for launches in pool.run(body_recompute, 4, True, True, ahead, CONFIGS[name]):
+        assert launches == [2 * 2 * 4, 2 * 4, 2 * 4]
 
 
 def body_replay(group: dist.ProcessGroup, rank: int, num: int) -> int:
