@@ -54,7 +54,8 @@ class Agrs(Dispatcher):
     Order of sums: a rank sums a token's local routes with k ascending in float32 and rounds to x's dtype for the trip;
     home adds the ranks' partial sums, rank ascending, in float32, and rounds once more. With several ranks the result
     therefore differs from all2all's by the rounding of R partial sums in x's dtype (none in float32 but the order).
-    Kept for backward: 12 R C K bytes of integers, and the R*C gathered rows where the experts keep them.
+    Kept for backward: 12 R C K + 4 R (C + T) + 4 (L + 1) bytes of integers, and the R*C gathered rows where the experts
+    keep them.
     """
 
     name: ClassVar[str] = "agrs"

@@ -31,7 +31,7 @@ class Local(Dispatcher):
     """One rank. No communication, no host sync on CUDA: rows with id -1 stay in the tail beyond the counts.
 
     Order of sums: combine adds a token's routes with k ascending, in float32.
-    Kept for backward: 12 T K bytes of integers; `source` is x itself.
+    Kept for backward: 12 T K + 4 (E + 1) bytes of integers; `source` is x itself.
     """
 
     name: ClassVar[str] = "local"
