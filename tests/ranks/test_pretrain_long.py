@@ -90,6 +90,30 @@ def test_killed_at_a_random_moment_the_next_rows_equal_an_unbroken_run(unbroken,
     assert losses == pytest.approx([row["loss"] for row in unbroken], abs=1e-5)
 
 
+def test_the_tiny_recipe_has_one_curve_however_many_micro_batches_interleave(tmp_path):
+    """Of four micro-batches a step none, two at a time, or all: one set of experts, one order of text, other sums."""
+    fixed = [
+        "train.steps=30",
+        "train.warmup_steps=5",
+        "checkpoint.every=0",
+        "metrics.every=1",
+        "metrics.valid_every=30",
+    ]
+    curves = {}
+    for num in (1, 2, 4):
+        name = f"interleaved{num}"
+        given = [*fixed, f"train.intra_layer_micro_batch={num}", f"run.name={name}"]
+        run(4, [str(PROGRAM.parent / "tiny.toml"), *given], tmp_path, 600)
+        curves[num] = rows(tmp_path, name)
+    serial = curves.pop(1)
+    assert len(serial) == 30 and serial[0]["loss"] - serial[-1]["loss"] > 1
+    for found in curves.values():
+        assert found[0] | {"grad_norm": 0} == serial[0] | {"grad_norm": 0}, "the first forward is the same to the bit"
+        for key in ("loss", "aux_loss", "z_loss"):
+            assert [row[key] for row in found] == pytest.approx([row[key] for row in serial], abs=1e-5)
+        assert found[-1]["valid_loss"] == pytest.approx(serial[-1]["valid_loss"], abs=1e-5)
+
+
 def test_the_tiny_recipe_learns_python_and_its_experts_matter(tmp_path):
     """Below 2.0 nats/byte on held-out files; without its experts the model is much worse."""
     recipe = PROGRAM.parent / "tiny.toml"
