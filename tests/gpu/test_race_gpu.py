@@ -37,8 +37,8 @@ def here() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def model_of(group: dist.ProcessGroup, dense: tuple[bool, ...]) -> DominoStack:
-    return small_stack(group, {"experts": "loop"}, dense=dense).to(here())
+def model_of(group: dist.ProcessGroup, dense: tuple[bool, ...], dispatcher: str = "all2all") -> DominoStack:
+    return small_stack(group, {"experts": "loop", "dispatcher": dispatcher}, dense=dense).to(here())
 
 
 def telling_seed() -> int:
@@ -131,8 +131,8 @@ def test_a_removed_wait_gives_wrong_numbers(pool: RankPool, waits: str, awaited:
         assert set(seen) & {"wrong", "ProtocolError"}, seen
 
 
-def body_seeds(group: dist.ProcessGroup, rank: int, num: int) -> None:
-    model = model_of(group, (False, True, False))
+def body_seeds(group: dist.ProcessGroup, rank: int, dispatcher: str, num: int) -> None:
+    model = model_of(group, (False, True, False), dispatcher)
     want = run_both_ways(model, rank, num, here())
     for seed in (1, 2, 3):
         with racing(seed, 0.02):
@@ -143,5 +143,6 @@ def body_seeds(group: dist.ProcessGroup, rank: int, num: int) -> None:
 
 
 @pytest.mark.parametrize("num", [1, 2, 3, 4])
-def test_the_schedule_gives_the_same_numbers_under_every_seed(pool: RankPool, num: int) -> None:
-    pool.run(body_seeds, num)
+@pytest.mark.parametrize("dispatcher", ["all2all", "agrs", "direct"])
+def test_the_schedule_gives_the_same_numbers_under_every_seed(pool: RankPool, dispatcher: str, num: int) -> None:
+    pool.run(body_seeds, dispatcher, num)
