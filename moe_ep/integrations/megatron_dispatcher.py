@@ -50,16 +50,15 @@ def routing_of(routing_map_TE: Tensor, probs_TE: Tensor, top_k: int) -> Routing:
             f"{tuple(probs_TE.shape)}"
         )
     num_experts = shape[1]
-    columns = torch.arange(num_experts, dtype=torch.int32, device=routing_map_TE.device)
-    chosen = torch.where(routing_map_TE, columns, num_experts)
-    chosen = chosen.topk(min(top_k + 1, num_experts), dim=1, largest=False, sorted=True).values.long()
-    ids_TK = chosen[:, :top_k]
-    weights_TK = probs_TE.gather(1, ids_TK.clamp_max(num_experts - 1)).float()
-    unused = ids_TK == num_experts
+    # a token's experts come first and stay in order, so this is their ids in few operations
+    sorted_map, columns = routing_map_TE.view(torch.uint8).sort(dim=1, descending=True, stable=True)
+    chosen, ids_TK = sorted_map.view(torch.bool), columns[:, :top_k]
+    unused = chosen[:, :top_k].logical_not()
+    weights_TK = probs_TE.gather(1, ids_TK).float().masked_fill(unused, 0)
     ids_TK = ids_TK.masked_fill(unused, NO_ROUTE)
-    if chosen.shape[1] > top_k:
-        ids_TK = ids_TK.masked_fill(chosen[:, top_k:] < num_experts, num_experts)
-    return Routing(expert_ids=ids_TK, weights=weights_TK.masked_fill(unused, 0), num_experts=num_experts)
+    if num_experts > top_k:
+        ids_TK = ids_TK.masked_fill(chosen[:, top_k : top_k + 1], num_experts)
+    return Routing(expert_ids=ids_TK, weights=weights_TK, num_experts=num_experts)
 
 
 def expert_arguments(rows: ExpertInput, probs_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -211,8 +210,9 @@ class TicketDispatcher(MoETokenDispatcher):
         """The payload as two tensors, under the first of which the trip is found again."""
         payload, trip.ticket.payload = trip.ticket.payload, ()
         trip.num_tensors, trip.rest = len(payload), payload[2:]
-        # a tensor of its own: x itself, as `local` hands it on, may be on several trips at a time
-        first = payload[0].view_as(payload[0]) if payload else like.new_empty(0)
+        first = payload[0] if payload else like.new_empty(0)
+        if first is like:  # as `local` hands x on; it may be on several trips at a time
+            first = first.view_as(first)
         second = payload[1] if len(payload) > 1 else like.new_empty(0)
         trip.second = weakref.ref(second)
         self._trips[first] = trip

@@ -246,6 +246,29 @@ def two_at_once(group: Any, rank: int) -> Any:
         return [t.detach() for t in want], [t.detach() for t in got]
 
 
+@pytest.mark.parametrize("name", ["local", "all2all"])
+def test_the_same_tensors_go_on_two_trips_at_a_time(pool: RankPool, name: str) -> None:
+    for want, *got in pool.run(one_input_twice, name):
+        assert len(got) == 2 and all(torch.equal(y, want) for y in got)
+
+
+@torch.no_grad()
+def one_input_twice(group: Any, rank: int, name: str) -> Any:
+    """On one rank without gradients, where what a stage is given goes on as it is."""
+    with cpu.on_cpu(), cpu.parallel(1):
+        layer = cpu.build(name, expert_model_parallel_size=1).decoder.layers[0].mlp
+        d, x = layer.token_dispatcher, torch.randn(5, 1, 16, generator=torch.Generator().manual_seed(rank))
+        p, chosen = layer.route(x)
+        sent = [d.token_dispatch(*pair) for pair in [d.dispatch_preprocess(x, chosen, p) for _ in range(2)]]
+        back, y = [], None
+        for pair in sent:
+            rows = d.dispatch_postprocess(*pair)
+            y = layer.experts(*rows)[0] if y is None else y
+            back.append(d.combine_preprocess(y))
+        back = [d.token_combine(y) for y in back]
+        return [layer(x)[0], *map(d.combine_postprocess, back)]
+
+
 def test_stages_refuse_what_they_did_not_hand_out(pool: RankPool) -> None:
     for messages in pool.run(misused):
         assert len(messages) == 4
