@@ -56,7 +56,7 @@ def kept(group: dist.ProcessGroup | None, rank: int, name: str) -> tuple[int, in
 # of T tokens of this rank, N expert rows and R ranks
 SIZES = {
     "local": lambda T, N, R: 12 * T * K + 4 * (E + 1),
-    "all2all": lambda T, N, R: 12 * T * K + 8 * N + 4 * (E + 1),
+    "all2all": lambda T, N, R: 12 * T * K + 8 * N * (R > 1) + 4 * (E + 1),
     "agrs": lambda T, N, R: 12 * R * BLOCK * K + 4 * R * (BLOCK + T) + 4 * (E // R + 1),
 }
 
