@@ -29,10 +29,13 @@ SIGNATURES = {
     "moe_ep_replica_push": "ppi",
     "moe_ep_replica_pull": "ppi",
     "moe_ep_reroute": "pppppppppppppliiii",
-    "moe_ep_mask_logits": "pppppli",
+    "moe_ep_mask_logits": "ppppplii",
     "moe_ep_top_experts": "pppliii",
     "moe_ep_weigh_routes": "ppppliiidd",
     "moe_ep_weigh_backward": "ppppliiidd",
+    "moe_ep_balance_loss": "pppppplii",
+    "moe_ep_balance_backward": "ppppli",
+    "moe_ep_split_bfloat16": "pplliii",
     "moe_ep_swiglu": "ippppll",
     "moe_ep_swiglu_backward": "ipppppppll",
     "moe_ep_scale_rows": "ipppll",
@@ -57,6 +60,9 @@ class Library:
         workspace = self._dll.moe_ep_sort_workspace
         workspace.argtypes, workspace.restype = [_LONG, _INT], _LONG
         self.sort_workspace: Callable[[int, int], int] = workspace
+        balance = self._dll.moe_ep_balance_workspace
+        balance.argtypes, balance.restype = [_INT], _LONG
+        self.balance_workspace: Callable[[int], int] = balance
         shared_bytes = self._dll.moe_ep_plan_shared_bytes
         shared_bytes.argtypes, shared_bytes.restype = [_INT, _INT, _INT], _LONG
         self.plan_shared_bytes: Callable[[int, int, int], int] = shared_bytes

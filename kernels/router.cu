@@ -18,22 +18,30 @@ __device__ __forceinline__ int64_t own_token() {
 
 unsigned token_blocks(int64_t num_tokens) { return static_cast<unsigned>(ceil_div(num_tokens, kWarps)); }
 
+// A logit is the sum of its parts, the last and smallest first.
+__device__ __forceinline__ float logit_of(const float* row, int expert, int num_experts, int parts) {
+    float sum = row[(parts - 1) * num_experts + expert];
+    for (int p = parts - 2; p >= 0; --p) sum += row[p * num_experts + expert];
+    return sum;
+}
+
 // masked = logits where the token is valid and all its logits are finite, else 0. counts: (not finite but valid, valid).
 __global__ void __launch_bounds__(kWarp* kWarps)
     mask_logits(const float* logits, const bool* valid, float* masked, bool* alive, unsigned long long* counts,
-                int64_t num_tokens, int num_experts) {
+                int64_t num_tokens, int num_experts, int parts) {
     __shared__ int bad_tokens, valid_tokens;
     if (threadIdx.x == 0) bad_tokens = valid_tokens = 0;
     __syncthreads();
     const int64_t token = own_token();
     const int lane = threadIdx.x % kWarp;
     if (token < num_tokens) {
-        const float* row = logits + token * num_experts;
+        const float* row = logits + token * num_experts * parts;
         bool finite = true;
-        for (int e = lane; e < num_experts; e += kWarp) finite &= isfinite(row[e]);
+        for (int e = lane; e < num_experts; e += kWarp) finite &= isfinite(logit_of(row, e, num_experts, parts));
         finite = __all_sync(kAll, finite);
         const bool counted = valid == nullptr || valid[token], lives = finite && counted;
-        for (int e = lane; e < num_experts; e += kWarp) masked[token * num_experts + e] = lives ? row[e] : 0.0f;
+        for (int e = lane; e < num_experts; e += kWarp)
+            masked[token * num_experts + e] = lives ? logit_of(row, e, num_experts, parts) : 0.0f;
         if (lane == 0) {
             alive[token] = lives;
             if (counted) atomicAdd(&valid_tokens, 1);
@@ -165,14 +173,16 @@ __global__ void __launch_bounds__(kWarp* kWarps) weigh_backward(Weigh w, const f
 }  // namespace
 }  // namespace moe_ep
 
-// logits float32 [T, E]; valid bool [T] or null; masked like logits; alive bool [T]; counts int64 [2].
+// logits float32 [T, parts * E]; valid bool [T] or null; masked float32 [T, E]; alive bool [T]; counts int64 [2].
 extern "C" int moe_ep_mask_logits(const float* logits, const bool* valid, float* masked, bool* alive, int64_t* counts,
-                                  int64_t num_tokens, int num_experts, cudaStream_t stream) {
+                                  int64_t num_tokens, int num_experts, int parts, cudaStream_t stream) {
     using namespace moe_ep;
+    if (parts < 1) return cudaErrorInvalidValue;
     if (const auto error = cudaMemsetAsync(counts, 0, 2 * sizeof(int64_t), stream)) return error;
     if (num_tokens == 0) return cudaSuccess;
     mask_logits<<<token_blocks(num_tokens), kWarp * kWarps, 0, stream>>>(
-        logits, valid, masked, alive, reinterpret_cast<unsigned long long*>(counts), num_tokens, num_experts);
+        logits, valid, masked, alive, reinterpret_cast<unsigned long long*>(counts), num_tokens, num_experts,
+        parts);
     return launched();
 }
 

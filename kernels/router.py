@@ -1,6 +1,6 @@
 """What a router does with each token's logits and scores, in four ops: one launch each instead of about thirty.
 
-    mask_logits      tokens that are padding or hold a NaN or an infinity get logits 0, and are counted
+    mask_logits      logits from their parts; tokens that are padding, or not finite, get 0 and are counted
     top_experts      ids of the K/G highest scores of each of G groups
     weigh_routes     scores of the chosen experts, normalised and scaled, and each expert's load
     weigh_backward   gradient of the scores
@@ -10,6 +10,8 @@ load [0, 1, 1].
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 from torch import Tensor
@@ -21,8 +23,10 @@ MAX_EXPERTS = 1024  # of top_experts: kMaxColumns of router.cu times the lanes o
 Valid = Tensor | None
 
 
-def mask_logits_reference(logits: Tensor, valid: Valid) -> tuple[Tensor, Tensor, Tensor]:
+def mask_logits_reference(logits: Tensor, valid: Valid, parts: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     """Reference of `mask_logits`."""
+    *rest, last = logits.chunk(parts, 1)
+    logits = functools.reduce(torch.add, reversed(rest), last.clone())
     finite = logits.isfinite().all(-1)
     counted = torch.ones_like(finite) if valid is None else valid
     alive = finite & counted
@@ -69,11 +73,11 @@ def weigh_backward_reference(
     return torch.zeros_like(scores).scatter_add_(1, at, d_chosen.masked_fill(~routes, 0))
 
 
-def _mask_logits(logits: Tensor, valid: Valid) -> tuple[Tensor, Tensor, Tensor]:
+def _mask_logits(logits: Tensor, valid: Valid, parts: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     logits = logits.contiguous()
-    masked, alive, counts = _fake_mask_logits(logits, valid)
+    masked, alive, counts = _fake_mask_logits(logits, valid, parts)
     valid = None if valid is None else valid.contiguous()
-    launch("moe_ep_mask_logits", logits, logits, valid, masked, alive, counts, *logits.shape)
+    launch("moe_ep_mask_logits", logits, logits, valid, masked, alive, counts, *masked.shape, parts)
     return masked, alive, counts
 
 
@@ -102,9 +106,10 @@ def _weigh_backward(
     return d_scores
 
 
-def _fake_mask_logits(logits: Tensor, valid: Valid) -> tuple[Tensor, Tensor, Tensor]:
-    alive = logits.new_empty(logits.shape[0], dtype=torch.bool)
-    return torch.empty_like(logits), alive, logits.new_empty(2, dtype=torch.int64)
+def _fake_mask_logits(logits: Tensor, valid: Valid, parts: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    num_tokens, columns = logits.shape
+    alive = logits.new_empty(num_tokens, dtype=torch.bool)
+    return logits.new_empty((num_tokens, columns // parts)), alive, logits.new_empty(2, dtype=torch.int64)
 
 
 def _fake_top_experts(scores: Tensor, alive: Tensor, top_k: int, num_groups: int) -> Tensor:
@@ -123,10 +128,10 @@ def _fake_weigh_backward(
     return torch.empty_like(scores)
 
 
-# logits float32 [T, E], valid bool [T] -> the same with 0 in the rows that do not live, alive bool [T], and counts
-# int64 [2]: tokens that are valid but not finite, and valid tokens
+# logits float32 [T, parts E], to be added up from the last part on, valid bool [T] -> their sum [T, E] with 0 in the
+# rows that do not live, alive bool [T], and counts int64 [2]: tokens that are valid but not finite, and valid tokens
 mask_logits = register(
-    "mask_logits(Tensor logits, Tensor? valid) -> (Tensor, Tensor, Tensor)",
+    "mask_logits(Tensor logits, Tensor? valid, int parts=1) -> (Tensor, Tensor, Tensor)",
     reference=mask_logits_reference,
     kernel=_mask_logits,
     fake=_fake_mask_logits,

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from .config import MoEConfig
 from .errors import InputError
 from .load import expert_load
+from .ops import balance_module
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +44,27 @@ class RouterAux:
 pytree.register_dataclass(RouterAux)  # for FSDP2, see Routing
 
 
+class _BalanceLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, probs_TE: Tensor, load_E: Tensor, alive_T: Tensor, top_k: int) -> Tensor:
+        loss, slope_E = balance_module().balance_loss(probs_TE, load_E, alive_T, top_k)
+        ctx.save_for_backward(slope_E, alive_T)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return balance_module().balance_backward(*ctx.saved_tensors, grads[0]), None, None, None
+
+
 def balance_loss(
-    probs_TE: Tensor, expert_ids_TK: Tensor, alive_T: Tensor, *, num_sequences: int = 1, load_E: Tensor | None = None
+    probs_TE: Tensor,
+    expert_ids_TK: Tensor,
+    alive_T: Tensor,
+    *,
+    num_sequences: int = 1,
+    load_E: Tensor | None = None,
+    kernels: bool = False,
 ) -> Tensor:
     """Load-balancing loss E * sum_e f_e * P_e of each sequence, averaged over sequences by their valid tokens.
 
@@ -58,6 +80,7 @@ def balance_loss(
         alive_T: bool [T], tokens that count.
         num_sequences: B; the T tokens are B sequences of T/B tokens, one behind the other.
         load_E: int64 [E], routes of the ids, where somebody has counted them; saves a count where B = 1.
+        kernels: let the CUDA kernels do it where B = 1 and load_E is there.
 
     Returns:
         float32 []; 0 (still part of the graph) where no token is alive.
@@ -68,6 +91,9 @@ def balance_loss(
     num_tokens, num_experts = probs_TE.shape
     top_k = expert_ids_TK.shape[1]
     length = sequence_length(num_tokens, num_sequences)
+    if kernels and num_sequences == 1 and load_E is not None and num_experts <= balance_module().MAX_EXPERTS:
+        loss: Tensor = _BalanceLoss.apply(probs_TE, load_E, alive_T, top_k)
+        return loss
     if num_sequences > 1:
         load_E = None
         first = num_experts * torch.arange(num_sequences, device=probs_TE.device).repeat_interleave(

@@ -43,6 +43,22 @@ def router_module() -> ModuleType:
 
 
 @functools.cache
+def split_module() -> ModuleType:
+    """`moe_ep.kernels.split`, imported at first use."""
+    from .kernels import split
+
+    return split
+
+
+@functools.cache
+def balance_module() -> ModuleType:
+    """`moe_ep.kernels.balance`, imported at first use."""
+    from .kernels import balance
+
+    return balance
+
+
+@functools.cache
 def swiglu_module() -> ModuleType:
     """`moe_ep.kernels.swiglu`, imported at first use."""
     from .kernels import swiglu

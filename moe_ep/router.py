@@ -10,18 +10,17 @@ from collections.abc import Callable
 from typing import Any, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .autocast import no_autocast
 from .config import MoEConfig
 from .errors import InputError, RecipeError
 from .initial import SHARED_EXPERT_ID, generator_for, normal_
 from .losses import RouterAux, balance_loss, router_aux, sequence_length, z_loss
 from .recompute import choose_experts, even_experts, replayed
+from .router_product import masked_logits
 from .routing import Routing
 from .schema import nearest, require
-from .scoring import SMALLEST_SUM, by_kernels, mask_logits, weigh_routes
+from .scoring import SMALLEST_SUM, by_kernels, weigh_routes
 
 ROUTER_ID = SHARED_EXPERT_ID - 1  # stands for a layer's router where its initial values are drawn
 
@@ -97,9 +96,8 @@ class Router(nn.Module):
         self._check(x_TH, valid_T, num_sequences)
         if valid_T is not None:  # padding may hold NaN, which would reach the weight's gradient as 0 * NaN
             x_TH = x_TH.masked_fill(~valid_T[:, None], 0)
-        logits_TE = self._logits(x_TH)
-        c, kernels = self.config, by_kernels(logits_TE, self.kernels)
-        logits_TE, alive_T, bad_tokens, num_tokens = mask_logits(logits_TE, valid_T, kernels=kernels)
+        c, kernels = self.config, by_kernels(x_TH, self.kernels)
+        logits_TE, alive_T, bad_tokens, num_tokens = masked_logits(x_TH, self.weight, valid_T, kernels=kernels)
         scores_TE = self.scores(logits_TE)
         ids_TK = self._choose(scores_TE, alive_T)
         weights_TK, load_E = weigh_routes(
@@ -107,7 +105,7 @@ class Router(nn.Module):
         )
         routing = Routing(expert_ids=ids_TK, weights=weights_TK, num_experts=c.num_experts, bad_tokens=bad_tokens)
         self._count(load_E)
-        loss = self._balance_loss(scores_TE, ids_TK, alive_T, num_sequences, load_E)
+        loss = self._balance_loss(scores_TE, ids_TK, alive_T, num_sequences, load_E, kernels)
         z = z_loss(logits_TE, alive_T) if self.config.z_loss_coef > 0 else None
         return routing, router_aux(self.config, loss, z, load_E, num_tokens)
 
@@ -116,10 +114,6 @@ class Router(nn.Module):
         load_E = self.load_E.clone()
         self.load_E.zero_()
         return load_E
-
-    def _logits(self, x_TH: Tensor) -> Tensor:
-        with no_autocast(x_TH.device):
-            return F.linear(x_TH.float(), self.weight)
 
     def _choose(self, scores_TE: Tensor, alive_T: Tensor) -> Tensor:
         c = self.config
@@ -130,12 +124,13 @@ class Router(nn.Module):
         return replayed(lambda: choose_experts(ranking_TE, alive_T, c.top_k, groups, kernels=self.kernels))
 
     def _balance_loss(
-        self, scores_TE: Tensor, ids_TK: Tensor, alive_T: Tensor, num_sequences: int, load_E: Tensor
+        self, scores_TE: Tensor, ids_TK: Tensor, alive_T: Tensor, num_sequences: int, load_E: Tensor, kernels: bool
     ) -> Tensor | None:
         if self.config.aux_loss == "none" or self.config.aux_loss_coef == 0:
             return None
         pieces = num_sequences if self.config.aux_loss == "sequence" else 1
-        return balance_loss(self.probabilities(scores_TE), ids_TK, alive_T, num_sequences=pieces, load_E=load_E)
+        probs_TE = self.probabilities(scores_TE)
+        return balance_loss(probs_TE, ids_TK, alive_T, num_sequences=pieces, load_E=load_E, kernels=kernels)
 
     def _count(self, load_E: Tensor) -> None:
         # recompute runs this forward again inside a backward pass: the engine's task id tells

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .load import expert_load
 from .ops import router_module
@@ -23,9 +24,9 @@ from .routing import NO_ROUTE
 SMALLEST_SUM = 1e-20  # sigmoid scores may all underflow to 0; far below the sum of any top-k of a softmax
 
 
-def by_kernels(logits_TE: Tensor, allowed: bool) -> bool:
+def by_kernels(x_TH: Tensor, allowed: bool) -> bool:
     """Whether the kernels serve: on a GPU, and where no compiler looks on, which fuses torch's own ops itself."""
-    return allowed and logits_TE.is_cuda and type(logits_TE) is Tensor and not torch.compiler.is_compiling()
+    return allowed and x_TH.is_cuda and not is_traceable_wrapper_subclass(x_TH) and not torch.compiler.is_compiling()
 
 
 class _MaskLogits(torch.autograd.Function):

@@ -8,13 +8,17 @@ from typing import NamedTuple
 
 import torch
 from moe_ep.kernels.routes import count_message, count_message_reference
+from moe_ep.kernels.split import split_bfloat16, split_bfloat16_reference
 from torch import Tensor
 
 from moe_ep.activation import activate, activate_backward, scale_, zero_tail_
 from moe_ep.expert_input import ExpertInput
 from moe_ep.grouped_mlp import grouped_swiglu
+from moe_ep.load import expert_load
+from moe_ep.losses import balance_loss
 from moe_ep.permute import gather_rows, sum_rows
 from moe_ep.recompute import choose_experts
+from moe_ep.router_product import masked_logits
 from moe_ep.scoring import mask_logits, weigh_routes
 from moe_ep.sorted_routes import SortedRoutes, regroup, sort_routes
 
@@ -111,6 +115,7 @@ def _routers(place: Place) -> list[Work]:
     scores, d_weights = logits.softmax(-1), torch.randn(T, K, device=place.device, generator=generator)
     alive = torch.ones(T, dtype=torch.bool, device=place.device)
     ids = choose_experts(scores, alive, K, 1)
+    load = expert_load(ids, E)
 
     def weigh(kernels: bool, leaf: Tensor = scores) -> tuple[Tensor, Tensor]:
         return weigh_routes(leaf, ids, normalize=True, scale=1.0, kernels=kernels)
@@ -118,6 +123,13 @@ def _routers(place: Place) -> list[Work]:
     def back(kernels: bool) -> Sequence[Tensor]:
         leaf = scores.detach().requires_grad_()
         return [*torch.autograd.grad(weigh(kernels, leaf)[0], leaf, d_weights)]
+
+    def balance(kernels: bool, leaf: Tensor = scores) -> Tensor:
+        return balance_loss(leaf, ids, alive, load_E=load, kernels=kernels)
+
+    def balance_back(kernels: bool) -> Sequence[Tensor]:
+        leaf = scores.detach().requires_grad_()
+        return [*torch.autograd.grad(balance(kernels, leaf), leaf)]
 
     return [
         Work(
@@ -132,6 +144,46 @@ def _routers(place: Place) -> list[Work]:
         ),
         Work(name="weigh_routes", run=lambda kernels: weigh(kernels)[::-1], num_bytes=T * K * 16, same_bits=False),
         Work(name="weigh_routes: fwd+bwd", run=back, num_bytes=T * (4 * E + 36 * K), same_bits=False),
+        Work(name="balance_loss", run=lambda kernels: [balance(kernels)], num_bytes=T * (4 * E + 1), same_bits=False),
+        Work(name="balance_loss: fwd+bwd", run=balance_back, num_bytes=T * (8 * E + 2), same_bits=False),
+        *_logits(place),
+    ]
+
+
+def _logits(place: Place) -> list[Work]:
+    """The product of rows and a router's float32 weights, and the parts that it is made of."""
+    T, H, _, E, _ = place.shape
+    x, d_logits = place.randn(T, H), torch.randn(T, E, device=place.device)
+    weight = torch.randn(E, H, device=place.device)
+
+    def forward(kernels: bool) -> Sequence[Tensor]:
+        return masked_logits(x, weight, None, kernels=kernels)[:1]
+
+    def both(kernels: bool) -> Sequence[Tensor]:
+        leaves = x.detach().requires_grad_(), weight.detach().requires_grad_()
+        return torch.autograd.grad(masked_logits(*leaves, None, kernels=kernels)[0], leaves, d_logits)
+
+    def split(kernels: bool) -> Sequence[Tensor]:
+        of = split_bfloat16 if kernels else split_bfloat16_reference
+        return [of(weight, (0, 1, 2), False)]
+
+    size = x.element_size()
+    return [
+        Work(name="split_bfloat16", run=split, num_bytes=E * H * 10),
+        Work(
+            name="logits",
+            run=forward,
+            num_bytes=T * (size * H + 4 * E) + 4 * E * H,
+            same_bits=False,
+            exact=lambda: x.double() @ weight.double().t(),
+        ),
+        Work(
+            name="logits: fwd+bwd",
+            run=both,
+            num_bytes=T * (3 * size * H + 12 * E) + 12 * E * H,
+            same_bits=False,
+            exact=lambda: d_logits.double().t() @ x.double(),
+        ),
     ]
 
 

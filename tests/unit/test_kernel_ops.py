@@ -9,17 +9,20 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from moe_ep.kernels import replica, router, routes, rows
+from moe_ep.kernels import balance, replica, router, routes, rows, split
 from moe_ep.kernels import swiglu as swiglu_ops
+from moe_ep.kernels.balance import balance_backward, balance_loss
 from moe_ep.kernels.registry import KernelOp
 from moe_ep.kernels.router import mask_logits, top_experts, weigh_backward, weigh_routes
 from moe_ep.kernels.routes import count_message, regroup_rows, sort_routes
 from moe_ep.kernels.rows import gather_rows, sum_rows
+from moe_ep.kernels.split import split_bfloat16
 from moe_ep.kernels.swiglu import scale_rows, swiglu, swiglu_backward, zero_tail
 from torch._subclasses import FakeTensorMode
 
 from moe_ep import scoring
 from moe_ep.activation import activate, activate_backward, scale_, zero_tail_
+from moe_ep.losses import balance_loss as package_loss
 from moe_ep.permute import gather_rows as torch_gather
 from moe_ep.permute import sum_rows as torch_sum
 from moe_ep.sorted_routes import regroup as torch_regroup
@@ -30,7 +33,7 @@ from tools.synthetic_traces import Synthetic
 
 from .test_permute import integers, routings
 
-WITH_REFERENCE = (rows, routes, router, swiglu_ops)
+WITH_REFERENCE = (rows, routes, router, balance, split, swiglu_ops)
 
 
 @given(routing=routings())
@@ -141,16 +144,21 @@ def test_ops_obey_their_schemas_and_fakes() -> None:
     check(scale_rows.op, (torch.randn(3, 8), weights, bound))
     check(zero_tail.op, (torch.randn(3, 8), bound))
     scores, ids, valid = torch.rand(3, 6), torch.tensor([[0, 5], [-1, 2], [3, 1]]), torch.tensor([True, True, False])
-    check(mask_logits.op, (scores, valid))
+    check(mask_logits.op, (scores, valid, 2))
     check(top_experts.op, (scores, valid, 2, 2))
     check(weigh_routes.op, (scores, ids, True, 1e-20, 2.0))
     check(weigh_backward.op, (scores, ids, torch.rand(3, 2), True, 1e-20, 2.0))
+    check(balance_loss.op, (scores, torch.arange(6), valid, 2))
+    check(balance_backward.op, (torch.rand(6), valid, torch.tensor(2.0)))
+    for beside in (False, True):
+        check(split_bfloat16.op, (scores, [0, 1, 2, 0], beside))
     assert checked == all_ops().keys() - {"plan_replicas", "plan_fixed_rows", "reroute"}, "these on a GPU alone"
 
 
 # what the benchmarks call each op; those that work on peer memory are no ops, and timed as stages
 ROWS = {
     **{"mask_logits": "mask_logits", "top_experts": "top_experts", "weigh_routes": "weigh_routes"},
+    **{"balance_loss": "balance_loss", "balance_backward": "balance_loss: fwd+bwd", "split_bfloat16": "split_bfloat16"},
     **{"weigh_backward": "weigh_routes: fwd+bwd", "sort_routes": "sort_routes", "regroup_rows": "regroup_rows"},
     **{"count_message": "count_message", "gather_rows": "gather_rows: expand", "sum_rows": "sum_rows: reduce"},
     **{"swiglu": "swiglu: forward", "swiglu_backward": "swiglu: backward"},
@@ -258,3 +266,49 @@ def test_planning_and_rerouting_can_be_traced() -> None:
 def test_planning_by_kernels_is_no_op_of_a_cpu() -> None:
     with pytest.raises(NotImplementedError, match="moe_ep::plan_replicas"):
         replica.plan_replicas(torch.ones(2, 4, dtype=torch.int32), 1, 1, 0, 2)
+
+
+def test_parts_add_up_to_the_number() -> None:
+    """Exactly, whatever its size and sign, and without overflow; an infinity and a NaN are their own first part."""
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randint(-(2**31), 2**31, (64, 65), generator=generator, dtype=torch.int64).int()
+    x = words.view(torch.float32)
+    x = torch.where(x.isfinite() & (x.abs() > 1e-30), x, 1 + 2.0**-23)
+    x[0, :3] = torch.tensor([3.4028235e38, -3.4028235e38, 0.0])
+    parts = split_bfloat16(x, [0, 1, 2], True)
+    assert parts.dtype == torch.bfloat16 and parts.shape == (64, 3 * 65)
+    assert torch.equal(sum(part.double() for part in parts.chunk(3, 1)), x.double())
+    odd = torch.tensor([[float("inf"), float("-inf"), float("nan")]])
+    first, *rest = split_bfloat16(odd, [0, 1, 2], False)
+    assert torch.equal(first.isnan(), odd[0].isnan()) and torch.equal(first[:2].float(), odd[0, :2])
+    assert all(bool((part == 0).all()) for part in rest)
+
+
+def test_copies_follow_the_pattern() -> None:
+    x = torch.tensor([[1 + 2.0**-9], [-(2.0**-20)]])
+    assert split_bfloat16(x, [0, 1, 0], False).flatten().tolist() == [1, -(2.0**-20), 2.0**-9, 0, 1, -(2.0**-20)]
+    assert split_bfloat16(x, [1, 0], True).tolist() == [[2.0**-9, 1], [0, -(2.0**-20)]]
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_logit_is_the_sum_of_its_parts(parts: int) -> None:
+    logits, valid = torch.randn(7, 4 * parts), torch.tensor([True] * 5 + [False] * 2)
+    logits[2, -1] = float("nan")
+    masked, alive, counts = mask_logits(logits, valid, parts)
+    assert alive.tolist() == [True, True, False, True, True, False, False] and counts.tolist() == [1, 5]
+    want = logits.view(7, parts, 4).sum(1) * alive[:, None].where(alive[:, None], 0)
+    torch.testing.assert_close(masked[alive], want[alive])
+    assert bool((masked[~alive] == 0).all())
+
+
+@pytest.mark.parametrize("alive", [[True] * 9, [True, False, True] * 3, [False] * 9])
+def test_the_balancing_loss_of_the_op_is_the_one_of_the_package(alive: list[bool]) -> None:
+    probs = torch.rand(9, 6, dtype=torch.float64).softmax(-1).requires_grad_()
+    ids = torch.randint(0, 6, (9, 2)).where(torch.tensor(alive)[:, None], -1)
+    load = torch.bincount(ids[ids >= 0], minlength=6)
+    want = package_loss(probs, ids, torch.tensor(alive), load_E=load)
+    (want_grad,) = torch.autograd.grad(want * 3, probs)
+    loss, slope = balance_loss(probs.detach(), load, torch.tensor(alive), 2)
+    torch.testing.assert_close(loss, want.detach())
+    grad = balance_backward(slope, torch.tensor(alive), torch.tensor(3.0, dtype=torch.float64))
+    torch.testing.assert_close(grad, want_grad)
