@@ -121,7 +121,7 @@ class StackCase(Case):
             watch.begin()
             with step_range(self.tap.iteration) if not isinstance(watch, Untimed) else nullcontext():
                 ys = [y for group in groups for y in self._group([pieces[i] for i in group], [xs[i] for i in group])]
-            watch.mark("step")
+            watch.mark("step", host_waits=self.dispatcher.host_syncs > 0)
         if self.backward:
             self.left.dxs = [need_grad(x, "the stack", "x") for x in xs]
             for name, parameter in self._trained():

@@ -73,7 +73,9 @@ def run(options: Options, place: Place, emit: Emit) -> None:
 
 
 def _run_table(table: Table, emit: Emit) -> None:
-    watch = Stopwatch(table.setting.place.device, table.setting.place.group)
+    options, place = table.options, table.setting.place
+    layers = options.layers * max(options.micro_batches) if table.level in STACKED else 1
+    watch = Stopwatch(place.device, place.group, layers=layers)
     stack = _build_stack(table)
     cases: dict[Key, Case] = {}
     for candidate in table.options.candidates:

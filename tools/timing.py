@@ -6,7 +6,9 @@ slowest rank, taken before any percentile.
 
 On CUDA the host gets a head start, as it has in training: the device sleeps for a few milliseconds and meets the other
 devices before a region begins, so that what was issued meanwhile runs without a gap. What waits for the host in between
-(counts that it reads) still shows, from the moment of the wait on.
+(counts that it reads) still shows, from the moment of the wait on. Regions of several layers and micro-batches get as
+many times as much. One in which the host never waits counts for no less than the host takes to issue it: step after
+step it is ahead of the device only as long as it is the faster one.
 """
 
 from __future__ import annotations
@@ -26,15 +28,22 @@ BEGIN, MARK = "stopwatch begin", "stopwatch mark"
 
 
 class Stopwatch:
-    """Regions of one iteration. `begin` opens a region; each `mark` gives the time since it opened a name."""
+    """Regions of one iteration. `begin` opens a region; each `mark` gives the time since it opened a name.
 
-    def __init__(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
-        self.device, self.group = device, group
+    Args:
+        device, group: of this rank.
+        layers: that a region holds, each of several micro-batches counted again.
+    """
+
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None, *, layers: int = 1) -> None:
+        self.device, self.group, self.layers = device, group, layers
         cuda = device.type == "cuda"
         self._flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device) if cuda else None
         self._token = torch.zeros(1, device=device) if cuda else None
         self._start: Any = None
+        self._host_start = 0.0
         self._marks: dict[str, tuple[Any, Any]] = {}
+        self._host_us: dict[str, float] = {}  # that the host took to issue the work before a mark
         self.traced = False
 
     def begin(self) -> None:
@@ -46,26 +55,32 @@ class Stopwatch:
             dist.barrier(self.group)
         if self._token is not None:
             torch.cuda.synchronize(self.device)  # NCCL's barrier only waits on the device
-            torch.cuda._sleep(_HEAD_START_CYCLES)
+            torch.cuda._sleep(_HEAD_START_CYCLES * self.layers)
             if self.group is not None:
                 dist.all_reduce(self._token, group=self.group)  # hosts leave a barrier apart: devices start together
         self._trace(BEGIN)
-        self._start = self._now()
+        self._start, self._host_start = self._now(), time.perf_counter()
 
-    def mark(self, name: str) -> None:
-        """Note the time since `begin` under a name that is new in this iteration."""
+    def mark(self, name: str, *, host_waits: bool = True) -> None:
+        """Note the time since `begin` under a name that is new in this iteration.
+
+        `host_waits`: whether the host has waited for the device since then, so that its own time says nothing.
+        """
         assert self._start is not None and name not in self._marks, f"mark {name!r} without begin, or twice"
         self._marks[name] = (self._start, self._now())
+        if not host_waits:
+            self._host_us[name] = (time.perf_counter() - self._host_start) * 1e6
         self._trace(MARK)
 
     def take(self) -> dict[str, float]:
         """Microseconds by name; waits for the device and starts a new iteration."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-            found = {name: start.elapsed_time(end) * 1e3 for name, (start, end) in self._marks.items()}
+            device_us = {name: start.elapsed_time(end) * 1e3 for name, (start, end) in self._marks.items()}
+            found = {name: max(us, self._host_us.get(name, 0.0)) for name, us in device_us.items()}
         else:
             found = {name: (end - start) * 1e6 for name, (start, end) in self._marks.items()}
-        self._start, self._marks = None, {}
+        self._start, self._marks, self._host_us = None, {}, {}
         return found
 
     def _trace(self, what: str) -> None:
@@ -91,7 +106,7 @@ class Untimed(Stopwatch):
     def begin(self) -> None:
         """Nothing."""
 
-    def mark(self, name: str) -> None:
+    def mark(self, name: str, *, host_waits: bool = True) -> None:
         """Nothing."""
 
 

@@ -36,6 +36,25 @@ def test_a_mark_without_begin_or_twice_is_a_mistake() -> None:
         watch.mark("a")
 
 
+def test_a_device_is_no_faster_than_a_host_that_never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that is done in a millisecond whatever it gets; the host takes twenty."""
+
+    class Event:
+        def elapsed_time(self, end: Event) -> float:
+            return 1.0
+
+    watch = Stopwatch(CPU, None)
+    monkeypatch.setattr(watch, "_now", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    watch.begin()
+    time.sleep(0.02)
+    watch.mark("waits")
+    watch.mark("runs ahead", host_waits=False)
+    watch.device = torch.device("cuda")
+    found = watch.take()
+    assert found["waits"] == 1000 and found["runs ahead"] >= 20_000
+
+
 def test_candidates_take_turns_and_are_looked_at_behind_their_last() -> None:
     calls: list[tuple[str, int]] = []
 
