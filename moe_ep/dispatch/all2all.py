@@ -58,8 +58,8 @@ class All2All(Dispatcher):
     grouped. On one rank rows stay in the memory that they were gathered into.
 
     Order of sums: combine adds a token's routes with k ascending, in float32; so does backward for x.
-    Kept for backward: 12 T K + 8 N + 4 (E + 1) bytes of integers (8 N where several ranks have several experts each), and
-    the N received rows where the experts keep them.
+    Kept for backward: 12 T K + 8 N + 4 (E + 1) bytes of integers (8 N where several ranks have several experts each),
+    and the N received rows where the experts keep them.
     """
 
     name: ClassVar[str] = "all2all"
