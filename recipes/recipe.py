@@ -196,13 +196,13 @@ def check_world(recipe: Recipe, world_size: int) -> None:
         divisors = [size for size in divisors if experts % size == 0]
     valid = f"valid with {world_size} rank(s): {', '.join(map(str, divisors))}"
     require(
+        not recipe.has_moe or experts % ep_size == 0,
+        f"{key} does not divide model.num_experts = {experts}; {valid}",
+    )
+    require(
         world_size % ep_size == 0,
         f"{key} does not divide the {world_size} rank(s) of this job; {valid}. Or start as many ranks as it takes: "
         f"torchrun --nproc-per-node {ep_size} ...",
-    )
-    require(
-        not recipe.has_moe or experts % ep_size == 0,
-        f"{key} does not divide model.num_experts = {experts}; {valid}",
     )
 
 

@@ -218,6 +218,7 @@ def test_not_toml_not_there_not_text(tmp_path):
         (2, 4, "does not divide the 2 rank(s) of this job; valid with 2 rank(s): 1, 2"),
         (1, 4, "valid with 1 rank(s): 1"),
         (8, 8, "does not divide model.num_experts = 4; valid with 8 rank(s): 1, 2, 4"),
+        (1, 3, "does not divide model.num_experts = 4; valid with 1 rank(s): 1"),  # nor would three ranks help
     ],
 )
 def test_ranks_that_do_not_fit(path, world, ep_size, part):
