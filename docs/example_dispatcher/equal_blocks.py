@@ -35,7 +35,10 @@ class State:
 
 @register_dispatcher("equal_blocks")
 class EqualBlocks(Dispatcher):
-    """Order of sums: a token's routes with k ascending, in float32. Kept for backward: 12 R C K bytes of integers."""
+    """Order of sums: a token's routes with k ascending, in float32.
+
+    Kept for backward, with C = max_tokens: 12 R C K + 4 T K + 4 N + 4 bytes of integers.
+    """
 
     name: ClassVar[str] = "equal_blocks"
     # What it can do: everything else is refused before training, with the sentence that the contract suite knows.
@@ -54,12 +57,13 @@ class EqualBlocks(Dispatcher):
         destination = (torch.searchsorted(rank_starts, places, right=True) - 1).clamp(0, self.num_ranks - 1)
         slots_TK = torch.where(places < 0, -1, places - rank_starts[destination] + destination * self.block)
         token_S, route_S = self._slots(slots_TK)
+        slots_TK = slots_TK.int()
         early, counts_RL = self._send_counts(ticket, routes.counts, self.status(routing))
-        ticket.state = State(slots_TK=slots_TK.int(), token_S=token_S, early=early, counts_RL=counts_RL)
+        ticket.state = State(slots_TK=slots_TK, token_S=token_S, early=early, counts_RL=counts_RL)
         self.pack(
             ticket,
-            gather_rows(x_TH, token_S, slots_TK.int()),
-            gather_rows(routing.weights.reshape(-1), route_S, slots_TK.int().reshape(-1, 1)),
+            gather_rows(x_TH, token_S, slots_TK),
+            gather_rows(routing.weights.reshape(-1), route_S, slots_TK.reshape(-1, 1)),
         )
 
     def _slots(self, slots_TK: Tensor) -> tuple[Tensor, Tensor]:

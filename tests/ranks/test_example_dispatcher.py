@@ -13,6 +13,7 @@ from moe_ep.dispatch import find_dispatcher, known_dispatchers, registry
 from moe_ep.testing import contract
 from moe_ep.testing.ranks import RankPool
 from moe_ep.testing.table import COLUMNS, TABLE
+from tests.ranks.test_kept_for_backward import BLOCK, TOKENS, K, kept
 
 pytest.importorskip("setuptools", minversion="77", reason="builds a package, which needs setuptools 77")
 EXAMPLE = Path(__file__).resolve().parents[2] / "docs" / "example_dispatcher"
@@ -51,6 +52,12 @@ def test_its_name_is_known_and_nothing_is_imported_before_it_is_asked_for(pool: 
     assert "equal_blocks" in known_dispatchers()
     assert "equal_blocks" not in sys.modules
     assert find_dispatcher("equal_blocks").name == "equal_blocks"
+
+
+def test_it_keeps_what_its_docstring_says(pool: RankPool) -> None:
+    block = BLOCK * K  # of each pair of ranks
+    for rank, (size, num_rows) in enumerate(pool.run(kept, "equal_blocks", num_ranks=2)):
+        assert size == 12 * 2 * block + 4 * TOKENS[rank] * K + 4 * num_rows + 4
 
 
 @pytest.mark.parametrize("case", CASES)
