@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_ep.testing.ranks import RankPool
+from tests.ranks import deepep_double
 from tests.ranks.deepep_double import Buffer, Config, ElasticBuffer
 
 E, K, T, H = 8, 2, 4, 256
@@ -95,6 +97,22 @@ def twice_destroyed(group: dist.ProcessGroup) -> None:
     one.buffer.destroy()
 
 
+def used_after_destroy(one: First) -> None:
+    one.buffer.destroy()
+    one.dispatch()
+
+
+def other_sms(one: First) -> None:
+    one.dispatch(config=Config(8 + 2 * one.rank, 24, 256))
+
+
+def too_many_experts(one: First) -> None:
+    """129 of a rank."""
+    per_rank, _, per_expert, in_rank, _ = one.buffer.get_dispatch_layout(IDS, 258)
+    layout = dict(num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=in_rank)
+    one.buffer.dispatch(**rows(), **layout, config=one.config)
+
+
 def freed_ids(one: First) -> None:
     """The host lets go of them right behind the call, while kernels still read them."""
     one.buffer.lags, given = True, rows()
@@ -127,12 +145,15 @@ BROKEN: list[tuple[str, Callable[[dist.ProcessGroup], Any]]] = [
     ("B2", lambda g: First(g).dispatch(topk_weights=WIDE[:, ::2])),
     ("B2", lambda g: First(g).dispatch(topk_weights=torch.ones(T, K).double())),
     ("B2", lambda g: First(g).dispatch(topk_idx=IDS.int())),
+    ("B2 (tokens", lambda g: First(g).dispatch(x=torch.ones(T + 1, H).bfloat16())),
     ("B2", lambda g: First(g).then("combine", lambda x: x[:-1])),
+    ("B2 (weights of combine", lambda g: First(g).then("combine", topk_weights=torch.ones(1, K))),
     ("B2", lambda g: First(g).then("combine", lambda x: x.t().contiguous().t())),
     ("B3", lambda g: First(g).then("combine", lambda x: x.float())),
     ("B3", lambda g: Second(g).then("combine", x=torch.ones(T, H))),
     ("B4", lambda g: Second(g).dispatch(topk_idx=IDS + 1)),
     ("B5", twice_destroyed),
+    ("B5 (used after destroy", lambda g: used_after_destroy(First(g))),
     ("B6", changed_ids),
     ("B6 (ids of dispatch was freed", lambda g: freed_ids(First(g))),
     ("B6 (x of dispatch was changed", lambda g: early_reuse(First(g))),
@@ -143,11 +164,14 @@ BROKEN: list[tuple[str, Callable[[dist.ProcessGroup], Any]]] = [
     ("V1a", lambda g: First(g).then("dispatch", config=ODD)),
     ("V1a", lambda g: First(g).then("combine", config=ODD)),
     ("V1a", lambda g: First(g).then("combine", config=None)),
+    ("V1a (ranks use different numbers of SMs", lambda g: other_sms(First(g))),
     ("V1b", lambda g: First(g).dispatch(layout_of=IDS.flip(0))),
     ("V1c", lambda g: First(g).then("dispatch", topk_idx=IDS, topk_weights=torch.ones(T, K))),
+    ("V1c (rows", lambda g: First(g).then("dispatch", lambda x: x[:-1])),
     ("V1e", lambda g: First(g).dispatch(x=torch.ones(T, 64 * H).bfloat16())),
     ("V1e", lambda g: Buffer(g, 128, 128, explicitly_destroy=True)),
     ("V1f", lambda g: First(g).dispatch(x=torch.ones(T, 8).bfloat16())),
+    ("V1f", lambda g: too_many_experts(First(g))),
     ("V2a", another_bound),
     ("V2a", lambda g: Second(g).dispatch(**{k: torch.cat([v, v]) for k, v in rows().items()})),
     ("V2b", lambda g: Second(g).dispatch(num_sms=0)),
@@ -156,7 +180,10 @@ BROKEN: list[tuple[str, Callable[[dist.ProcessGroup], Any]]] = [
     ("V2e", lambda g: Second(g).dispatch(topk_idx=DOUBLED)),
     ("V2f", lambda g: Second(g).then("dispatch", do_expand=True, num_sms=8)),
     ("V2f", lambda g: Second(g).then("combine", do_expand=True, x=torch.ones(1, H).bfloat16())),
+    ("V2f (rows)", lambda g: Second(g).then("dispatch", x=torch.ones(T - 1, H).bfloat16(), num_sms=8)),
+    ("V2f (weights of combine", lambda g: Second(g).then("combine", topk_weights=torch.ones(1, K))),
     ("V2g", lambda g: Second(g, hidden=128)),
+    ("V2g", lambda g: Second(g).dispatch(x=torch.ones(T, 2 * H).bfloat16())),
     ("V2i", lambda g: Second(g, num_topk=0)),
     ("V2i", lambda g: Second(g, num_topk=K - 1).dispatch()),
     ("V2h", without_gin),
@@ -176,6 +203,33 @@ def break_it(group: dist.ProcessGroup, rank: int, number: int) -> str:
 def test_a_broken_contract_is_seen(pool: RankPool, number: int) -> None:
     for said in pool.run(break_it, number):
         assert said.startswith(f"contract {BROKEN[number][0]}") and "is broken" in said
+
+
+# contracts on what the library hands over: there is nothing to call wrong
+HANDED_OVER = {"V1d", "V2c", "V2d"}
+
+
+def test_every_contract_that_is_listed_is_broken_once() -> None:
+    listed = set(re.findall(r"^  (B\d|V\d\w) ", deepep_double.__doc__ or "", re.MULTILINE))
+    assert len(listed) > 20
+    assert {name.split()[0] for name, _ in BROKEN} | HANDED_OVER == listed
+
+
+def weights_that_came(group: dist.ProcessGroup, rank: int) -> list[tuple[list[int], Tensor, Tensor]]:
+    """Of each interface: the source tokens of the rows in their order, ids and weights."""
+    weights = 1 + torch.arange(float(T * K)).view(T, K)
+    one, two = First(group).dispatch(topk_weights=weights), Second(group).dispatch(topk_weights=weights)
+    return [(one[4][3].tolist(), *one[1:3]), (two[3].recv_src_metadata[:, 0].tolist(), *two[1:3])]
+
+
+def test_what_is_handed_over_is_what_the_contracts_say(pool: RankPool) -> None:
+    """V1d and V2d; where neither slot has a route here, the token has not come."""
+    for rank, ((tokens, ids, weights), (sources, ids2, weights2)) in enumerate(pool.run(weights_that_came)):
+        owned = [t for t in range(T) if any(expert // 4 == rank for expert in IDS[t].tolist() if expert >= 0)]
+        sent = 1 + torch.arange(float(T * K)).view(T, K)
+        assert tokens == owned * 2, "by source rank and token"
+        assert torch.equal(weights, torch.where(ids >= 0, sent[tokens], 0.0)) and (ids < 0).any()
+        assert torch.equal(weights2, sent[[source % T for source in sources]]) and (ids2 < 0).any()
 
 
 def made_right(group: dist.ProcessGroup, rank: int) -> None:
