@@ -138,7 +138,13 @@ def test_misuse_is_named() -> None:
         d.dispatch(pre_dispatched=a, topk_weights=w2, async_op=True)
     with pytest.raises(InputError, match="decoding = True"):
         d.dispatch(pre_dispatched=a, topk_weights=w, async_op=True, decoding=True)
+    early = d.dispatch_preprocess(hidden_states=x2, topk_ids=ids2, async_op=True)
+    nothing = {"trip": early["trip"]}
+    with pytest.raises(ProtocolError, match="a stage was called before dispatch"):
+        d.dispatch_postprocess(pre_dispatched=early, dispatched=nothing, async_op=True)
     sent = d.dispatch(pre_dispatched=a, topk_weights=w, async_op=True)
+    with pytest.raises(ProtocolError, match="combine_preprocess was called before dispatch_postprocess"):
+        d.combine_preprocess(hidden_states=x, pre_dispatched=a, dispatched=sent, post_dispatched=sent, async_op=True)
     with pytest.raises(ProtocolError, match="different micro-batches"):
         d.dispatch_postprocess(pre_dispatched=b, dispatched=sent, async_op=True)
     with pytest.raises(MoEError, match="dispatch was called"):
@@ -158,14 +164,31 @@ def test_a_misspelt_name_is_refused_where_one_rank_would_not_use_it() -> None:
         build_dispatcher("al2all", n_routed_experts=E)
 
 
-def test_split_experts_are_refused(pool: RankPool) -> None:
-    for text in pool.run(refuse_split):
-        assert "tp_group of 2 ranks is not served" in text
+def test_bfloat16_rows_are_weighed_in_float32_and_rounded_once() -> None:
+    d = build_dispatcher(None, n_routed_experts=E)
+    generator = torch.Generator().manual_seed(5)
+    x, w = torch.randn(64, H, generator=generator).bfloat16(), torch.rand(64, 1, generator=generator)
+    ids = torch.randint(0, E, (64, 1), generator=generator)
+    pre = d.dispatch_preprocess(hidden_states=x, topk_ids=ids, topk_weights=w)
+    before: dict[str, Any] = dict(pre_dispatched=pre, dispatched=d.dispatch(pre_dispatched=pre, topk_weights=w))
+    before["post_dispatched"] = d.dispatch_postprocess(**before)
+    rows = before["post_dispatched"]["hidden_states"]
+    before["pre_combined"] = d.combine_preprocess(hidden_states=rows, **before)
+    before["combined"] = d.combine(**before)
+    y = d.combine_postprocess(**before)["hidden_states"]
+    assert torch.equal(y, (x.float() * w).bfloat16()) and not torch.equal(y, x * w.bfloat16())
 
 
-def refuse_split(group: Any, rank: int) -> str:
+@pytest.mark.parametrize("name", ["tp_group", "ep_tp_group"])
+def test_split_experts_are_refused(pool: RankPool, name: str) -> None:
+    for text in pool.run(refuse_split, name):
+        assert text.startswith(f"{name} of 2 ranks is not served")
+
+
+def refuse_split(group: Any, rank: int, name: str) -> str:
+    groups = {name: group}
     try:
-        build_dispatcher(None, n_routed_experts=E, tp_group=group)
+        build_dispatcher(None, n_routed_experts=E, **groups)
     except RecipeError as err:
         return str(err)
     return ""
