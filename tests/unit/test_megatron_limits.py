@@ -79,6 +79,22 @@ def test_each_flag_is_refused_by_its_name(limit: Any) -> None:
     assert str(caught.value).startswith(f"{limit.flag} = {value!r} is not supported by this layer: ")
 
 
+def test_what_is_refused_of_pieces_copies_and_recompute() -> None:
+    """The layer's own list is held against the flags of the installed Megatron-Core, in tests/ranks."""
+    assert {limit.flag for limit in DOMINO_LIMITS} == {
+        *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
+        *("gtp_weight_remat_size", "hidden_dropout", "moe_latent_size", "mtp_num_layers", "mlp_chunks_for_training"),
+        *("fp8", "fp4", "cpu_offloading", "fine_grained_activation_offloading", "fp32_residual_connection"),
+    }
+    assert {limit.flag for limit in REPLICA_LIMITS} == {
+        *("gated_linear_unit", "add_bias_linear", "fp8", "fp4", "use_transformer_engine_op_fuser"),
+    }
+    assert {limit.flag for limit in RECOMPUTE_LIMITS} == {
+        *("moe_router_fusion", "moe_router_load_balancing_type", "moe_router_force_biased", "use_te_rng_tracker"),
+        "distribute_saved_activations",
+    }
+
+
 def test_recompute_of_what_keeps_one_state_is_refused() -> None:
     with pytest.raises(RecipeError, match=r"recompute_modules = \['layernorm'\].*these work: core_attn, .*moe"):
         refuse_recompute(config(recompute_modules=["core_attn", "moe", "layernorm"]), "it")

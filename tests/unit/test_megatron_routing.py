@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
-from moe_ep import ExpertInput, InputError
+from moe_ep import ExpertInput, InputError, RecipeError
 
 pytest.importorskip("megatron.core", reason="Megatron-Core is not installed (moe-ep[megatron])")
 
 from moe_ep.integrations.megatron_dispatcher import expert_arguments, routing_of, with_tail
+from moe_ep.integrations.megatron_layer import MegatronMoELayer, expert_output
 
 MAP = torch.tensor([[0, 1, 0, 1], [1, 0, 0, 0], [0, 0, 0, 0], [0, 0, 1, 1]]).bool()
 
@@ -60,3 +64,19 @@ def test_the_tail_is_cut_off_for_megatrons_experts_and_put_back() -> None:
     assert weights.tolist() == [1, 2, 3] and weights.dtype == torch.bfloat16
     assert with_tail(taken, 5).shape == (5, 2)
     assert with_tail(taken, 3) is taken
+
+
+@pytest.mark.parametrize(("number", "mtp", "index"), [(1, False, 0), (3, False, 2), (1, True, 4), (2, True, 5)])
+def test_layers_of_multi_token_prediction_are_behind_the_decoders(number: int, mtp: bool, index: int) -> None:
+    """0.19 counts them from 1 again, and ranks compare the number."""
+    layer: Any = SimpleNamespace(config=SimpleNamespace(num_layers=4), is_mtp_layer=mtp)
+    assert MegatronMoELayer._index(layer, number) == index
+
+
+def test_a_bias_that_experts_hand_out_is_refused_and_not_lost() -> None:
+    rows, counts, probs = torch.ones(2, 4), torch.tensor([2]), torch.ones(2)
+    layer: Any = SimpleNamespace(experts=lambda *given: (given[0], None))
+    assert expert_output(layer, rows, counts, probs) is rows
+    layer.experts = lambda *given: (given[0], torch.ones(4))
+    with pytest.raises(RecipeError, match="set add_bias_linear = False"):
+        expert_output(layer, rows, counts, probs)
