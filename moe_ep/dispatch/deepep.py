@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
@@ -82,6 +83,8 @@ class DeepEP(Dispatcher):
         notes=found.NOTES,
     )
 
+    _open: ClassVar[weakref.WeakSet[DeepEP]] = weakref.WeakSet()
+
     def __init__(self, config: DispatchConfig, group: dist.ProcessGroup | None) -> None:
         assert group is not None, "unavailable_reasons lets no one pass without a group"
         self.num_lane_ints = NUM_WORDS * group.size()
@@ -94,6 +97,7 @@ class DeepEP(Dispatcher):
         self.link = self._make_link(timeout_s)
         self._say_memory()
         self.link.open()
+        self._open.add(self)
         self.watchdog = Watchdog(self.describe(), self.rank, self.num_ranks, timeout_s)
 
     @classmethod
@@ -105,6 +109,11 @@ class DeepEP(Dispatcher):
     def machine_reasons(cls, api: str, num_sms: int) -> list[str]:
         """What this machine lacks, sentences."""
         return found.machine_reasons(api, num_sms)
+
+    @classmethod
+    def sms_of_device(cls) -> int:
+        """SMs of this rank's GPU."""
+        return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
 
     @classmethod
     def findings(cls) -> list[str]:
@@ -123,7 +132,18 @@ class DeepEP(Dispatcher):
         num_ranks = 2 if group is None else group.size()
         if not reasons:
             reasons = found.limit_reasons(library, api, config, num_ranks)
+        if not reasons and group is not None:
+            reasons = found.together_reasons(num_sms, cls._sms_of_others(group), cls.sms_of_device())
         return reasons
+
+    @classmethod
+    def _sms_of_others(cls, group: dist.ProcessGroup) -> list[int]:
+        """SMs that communication of each other group takes; buffers of one group share its stream."""
+        most: dict[dist.ProcessGroup, int] = {}
+        for other in cls._open:
+            if not other.closed and other.ep_group is not group:
+                most[other.ep_group] = max(other.num_sms, most.get(other.ep_group, 0))
+        return list(most.values())
 
     def describe(self) -> str:
         """One line on what runs, for the log."""

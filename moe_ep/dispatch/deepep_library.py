@@ -11,7 +11,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -120,6 +120,25 @@ def machine_reasons(api: str, num_sms: int) -> list[str]:
     if api == "v2" and not _compiler_exists():
         reasons.append("api = 'v2' compiles its kernels at first use and finds no nvcc; set CUDA_HOME")
     return reasons
+
+
+def together_reasons(num_sms: int, others: Sequence[int], num_on_gpu: int) -> list[str]:
+    """Why a buffer cannot be open beside those of other process groups, whose kernels may run at the same time.
+
+    Args:
+        num_sms: SMs that its kernels take.
+        others: those that each other group's kernels take, on this GPU.
+        num_on_gpu: SMs of the GPU.
+    """
+    total = num_sms + sum(others)
+    if not others or total <= num_on_gpu:
+        return []
+    return [
+        f"process groups with a buffer on one GPU communicate at the same time, and with this one their kernels, which "
+        f"wait for peers, take {total} SMs of {num_on_gpu} (num_sms: {', '.join(map(str, [num_sms, *others]))}), so "
+        "that ranks could wait for each other for ever; lower num_sms, build all layers over one group, or call "
+        "close_dispatchers for the other group before"
+    ]
 
 
 def _compiler_exists() -> bool:

@@ -35,6 +35,10 @@ class DoubledDeepEP(DeepEP):
         return []
 
     @classmethod
+    def sms_of_device(cls) -> int:
+        return 132
+
+    @classmethod
     def _own_device(cls) -> torch.device:
         return torch.device("cpu")
 

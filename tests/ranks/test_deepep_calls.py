@@ -56,6 +56,29 @@ def test_a_second_group_gets_a_buffer_of_its_own(pool: RankPool) -> None:
     assert pool.run(over_two_groups, num_ranks=2) == [(True, True, True)] * 2
 
 
+def too_wide_together(group: dist.ProcessGroup, rank: int) -> tuple[str, str]:
+    """A buffer of 100 SMs beside another group's of 80 and 40, which share a stream; then without those."""
+    second = dist.new_group(dist.get_process_group_ranks(group))
+    for num_sms in (80, 40):
+        build_dispatcher(config(num_sms=num_sms), group)
+    try:
+        build_dispatcher(config(num_sms=100), second)
+    except MoEError as err:
+        said = f"{type(err).__name__}: {err}"
+    close_dispatchers(group)
+    text = build_dispatcher(config(num_sms=100), second).describe()
+    close_dispatchers(second)
+    dist.destroy_process_group(second)
+    return said, text
+
+
+def test_groups_whose_kernels_do_not_fit_beside_each_other_are_refused(pool: RankPool) -> None:
+    for said, text in pool.run(too_wide_together, num_ranks=2):
+        assert said.startswith("Unavailable: ")
+        assert "take 180 SMs of 132 (num_sms: 100, 80)" in said and "close_dispatchers" in said
+        assert "100 SMs" in text
+
+
 def sms_used(group: dist.ProcessGroup, rank: int) -> tuple[int, int, str]:
     before = deepep_double.Buffer.num_sms
     dispatcher = build_dispatcher(config(num_sms=8), group)
