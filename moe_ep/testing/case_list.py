@@ -13,6 +13,7 @@ TOKENS = {1: (7,), 2: (5, 8), 4: (5, 3, 7, 2)}
 TWO = "p0 d0 p1 d1 e0 c0 e1 c1 f0 f1"
 TWO_CROSSED = "p0 p1 d1 d0 e1 e0 c1 c0 f0 f1"
 TWO_NESTED = "p0 d0 e0 p1 d1 e1 c1 c0 f1 f0"
+THREE = "p0 d0 p1 d1 e0 p2 d2 c0 e1 e2 c1 f0 c2 f2 f1"
 FOUR = "p0 d0 p1 d1 p2 d2 p3 d3 e0 c0 e1 c1 e2 c2 e3 c3 f0 f1 f2 f3"
 TWO_LIFO = "p0 d0 p1 d1 e1 c1 e0 c0 f1 f0"
 FOUR_LIFO = "p0 d0 p1 d1 p2 d2 p3 d3 e3 c3 e2 c2 e1 c1 e0 c0 f3 f2 f1 f0"
@@ -111,6 +112,7 @@ _TICKETS = [
     *_family("two-tickets-backward-1-0", driver="schedule", argument=f"{TWO} | 1 0"),
     *_family("two-tickets-crossed", driver="schedule", argument=f"{TWO_CROSSED} | 0 1"),
     *_family("two-tickets-nested", driver="schedule", argument=f"{TWO_NESTED} | joint"),
+    *_family("three-tickets-backward-1-2-0", driver="schedule", argument=f"{THREE} | 1 2 0"),
     *_family("four-tickets", driver="schedule", argument=f"{FOUR} | joint", routing="holes"),
     *_family("four-tickets-backward-2-0-3-1", driver="schedule", argument=f"{FOUR} | 2 0 3 1"),
     *_family("four-tickets-no-grad", (2,), driver="schedule", argument=f"{FOUR} | none", grads="none"),
