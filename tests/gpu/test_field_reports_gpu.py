@@ -185,6 +185,7 @@ def body_layers(group: dist.ProcessGroup, rank: int, name: str) -> list[int]:
     return found
 
 
+@pytest.mark.gpu(2, apart=True)  # what others hold of the same GPU's memory is counted, too
 @pytest.mark.parametrize("name", ["all2all", "agrs", "direct"])
 def test_more_layers_take_no_more_buffers(pool: RankPool, name: str) -> None:
     """uccl-project/uccl#924, uccl-project/uccl#925, deepseek-ai/DeepEP#510, deepseek-ai/DeepEP#571,
