@@ -2,6 +2,7 @@
 """What the `deepep` dispatcher costs on top of the library: its stages against the bare calls plus our permutation.
 
     torchrun --nproc-per-node 2 tools/bench_deepep.py [--shape dsv3 qwen3 mixtral] [--sms 24,48] [--iterations 20]
+    torchrun --nproc-per-node 2 tools/bench_deepep.py --out rows.jsonl && python tools/bench_report.py rows.jsonl
 
 Each form that the installed library offers is measured on one buffer, the two ways in turn, with a new routing in every
 iteration: bare = layout, the library's call, and the index and row movement that expert rows need at the least, by the
@@ -32,7 +33,7 @@ from moe_ep.testing.table_deepep import FORMS
 from tools import library_bench
 from tools.bench_options import split
 from tools.bench_setting import Place
-from tools.library_bench import TOLERANCE, Row
+from tools.library_bench import TOLERANCE, Line
 from tools.shapes import Shape, parse_shape
 from tools.timing import Stopwatch
 
@@ -99,17 +100,20 @@ def index_v2(ids: Tensor | None, counts: list[int], handle: Any, kernels: bool) 
     return order[row_index.long()].int(), positions
 
 
-def measure(form: str, sms: int, shape: Shape, place: Place, iterations: int) -> Row:
-    """A row of the table, and whether the result was right."""
+def measure(form: str, sms: int, shape: Shape, place: Place, iterations: int) -> Line:
+    """Both ways of one form."""
     config = DispatchConfig(
         name="deepep", num_experts=shape.E, top_k=shape.K, hidden_size=shape.H, dtype="bfloat16", max_tokens=shape.T,
         num_sms=sms, options=FORMS[form],
     )  # fmt: skip
     times, error = library_bench.measure(config, shape, place, iterations, Pair)
-    return (form, str(sms), *library_bench.cells(shape, times), f"{error:.1e}"), error < TOLERANCE
+    shown = (form, str(sms), *library_bench.cells(shape, times), f"{error:.1e}")
+    api = f"{form} num_sms={sms}"
+    rows = library_bench.rows_of(config, api, shape, place.num_ranks, times, error)
+    return Line(shown, error < TOLERANCE, rows)
 
 
-def rows_of(chosen: argparse.Namespace, place: Place) -> Iterator[Row]:
+def lines_of(chosen: argparse.Namespace, place: Place) -> Iterator[Line]:
     """Every combination that the installed library offers."""
     library, why = deepep_library.load()
     if library is None:
@@ -128,9 +132,11 @@ def main() -> int:
     parser.add_argument("--sms", default="24,48", help="numbers of SMs")
     chosen = parser.parse_args()
     return library_bench.run(
-        lambda place: rows_of(chosen, place),
+        lambda place: lines_of(chosen, place),
         ("form", "SMs", *library_bench.HEADER, "err"),
         lambda: f"us; {deepep_library.distribution()}; dispatch in columns 4-7, combine in 8-11",
+        "bench_deepep.py",
+        chosen,
     )
 
 

@@ -2,6 +2,7 @@
 """What the `nccl_ep` dispatcher costs on top of the library: its stages against the bare calls plus our permutation.
 
     torchrun --nproc-per-node 2 tools/bench_nccl_ep.py [--shape dsv3 qwen3 mixtral] [--forms flat] [--iterations 20]
+    torchrun --nproc-per-node 2 tools/bench_nccl_ep.py --out rows.jsonl && python tools/bench_report.py rows.jsonl
 
 Each form is measured on one group of the library, the two ways in turn, with a new routing in every iteration: bare =
 the library's update, dispatch and combine, counts read on the host and buffers made where ours does, and, where flat,
@@ -31,7 +32,7 @@ from moe_ep.sorted_routes import sort_routes
 from tools import library_bench
 from tools.bench_options import split
 from tools.bench_setting import Place
-from tools.library_bench import TOLERANCE, Row
+from tools.library_bench import TOLERANCE, Line
 from tools.shapes import Shape, parse_shape
 from tools.timing import Body, Stopwatch
 
@@ -109,17 +110,18 @@ class Pair(library_bench.Pair):
         watch.mark("library combine")
 
 
-def measure(form: str, shape: Shape, place: Place, iterations: int) -> Row:
-    """A row of the table, and whether the result was right."""
+def measure(form: str, shape: Shape, place: Place, iterations: int) -> Line:
+    """Both ways of one form."""
     config = DispatchConfig(
         name="nccl_ep", num_experts=shape.E, top_k=shape.K, hidden_size=shape.H, dtype="bfloat16", max_tokens=shape.T,
         **FORMS[form],
     )  # fmt: skip
     times, error = library_bench.measure(config, shape, place, iterations, Pair)
-    return (form, *library_bench.cells(shape, times), f"{times['train']:.0f}", f"{error:.1e}"), error < TOLERANCE
+    shown = (form, *library_bench.cells(shape, times), f"{times['train'][1]:.0f}", f"{error:.1e}")
+    return Line(shown, error < TOLERANCE, library_bench.rows_of(config, form, shape, place.num_ranks, times, error))
 
 
-def rows_of(chosen: argparse.Namespace, place: Place) -> Iterator[Row]:
+def lines_of(chosen: argparse.Namespace, place: Place) -> Iterator[Line]:
     """Every combination that was asked for."""
     for shape in map(parse_shape, chosen.shape):
         for form in split(chosen.forms, str, "--forms"):
@@ -136,7 +138,7 @@ def main() -> int:
     """Measure and print; returns the exit status."""
     chosen = library_bench.parser_of("The nccl_ep dispatcher against the bare library.", FORMS).parse_args()
     header = ("form", *library_bench.HEADER, "train", "err")
-    return library_bench.run(lambda place: rows_of(chosen, place), header, title)
+    return library_bench.run(lambda place: lines_of(chosen, place), header, title, "bench_nccl_ep.py", chosen)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,9 @@
 
 A ratio is a median time over the baseline's in the *same* run, printed with its name and both raw numbers, so that
 anybody can recompute it (awslabs/awsome-distributed-ai#1215 shows what happens otherwise). The baseline is all2all, in
-runs of Megatron's layer Megatron's own alltoall. Where two runs measured the same candidate, their ratios are compared
-(the baseline itself by its raw time). Runs of different machines or shapes are refused unless --force.
+runs of Megatron's layer Megatron's own alltoall, and in runs of a library with and without its dispatcher the bare
+library. Where two runs measured the same candidate, their ratios are compared (the baseline itself by its raw time).
+Runs of different machines or shapes are refused unless --force.
 
 Exit status: 0 fine, 1 a regression, 2 files that cannot be compared.
 """
@@ -56,7 +57,8 @@ class Run:
 
     def baseline(self, task: Key, candidate: Key) -> Row | None:
         """The baseline's row of the same task, with the same experts."""
-        found = (self.rows.get((task, (*base, candidate[2]))) for base in BASELINES)
+        bare = f"bare {str(candidate[0]).removeprefix('bare ')}", candidate[1]
+        found = (self.rows.get((task, (*base, candidate[2]))) for base in (bare, *BASELINES))
         return next((row for row in found if row is not None), None)
 
 
