@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kMaxColumns = 32;  // of a lane
 constexpr int kThreads = kWarp * kWarps;
-constexpr int kBlocks = 128;
+constexpr int kBlocks = 64;
 
 struct Balance {
     const float* probs;   // [T, E]
@@ -68,6 +68,7 @@ __device__ void add_tokens(const Balance& b, float* sums) {
 // Adds what all blocks have found, in their order. Every thread of one block.
 __device__ void add_blocks(const Balance& b, float* terms) {
     int64_t tokens = 0;
+#pragma unroll 8
     for (unsigned i = 0; i < gridDim.x; ++i) tokens += __ldcg(b.tokens + i);
     const double counted = static_cast<double>(tokens > 0 ? tokens : 1);
     const double scale = static_cast<double>(b.num_experts) / b.top_k / counted / counted;
@@ -75,6 +76,7 @@ __device__ void add_blocks(const Balance& b, float* terms) {
     for (int e = threadIdx.x; e < b.num_experts; e += kThreads) {
         float mass = 0.0f;
         const float* column = b.partial + e;
+#pragma unroll 8
         for (unsigned i = 0; i < gridDim.x; ++i) mass += __ldcg(column + static_cast<int64_t>(i) * b.num_experts);
         const float slope = static_cast<float>(static_cast<double>(b.load[e]) * scale);
         b.slope[e] = slope;

@@ -29,13 +29,14 @@ from tools.timing import percentiles
 
 KERNELS, TORCH = "kernels", "torch"
 FILL_BYTES, WARMUP = 2 << 30, 3
+HEAD_START_CYCLES = 4_000_000  # two milliseconds
 
 
 def measure(work: Work, iterations: int, device: torch.device) -> dict[str, list[float]]:
     """Device microseconds of each iteration of kernels, torch and a copy of as many bytes, in turn.
 
-    Filling memory in front of each empties the L2 cache and takes longer than the host needs to issue the work behind
-    it, so that the two events have no waiting for the host between them.
+    Filling memory in front of each empties the L2 cache; a pause behind it takes longer than a slow host needs to issue
+    a backward of several ops, so that the two events have no waiting for the host between them.
     """
     filled = torch.empty(FILL_BYTES, device=device, dtype=torch.uint8)
     candidates: dict[str, Callable[[], object]] = {KERNELS: lambda: work.run(True), TORCH: lambda: work.run(False)}
@@ -48,6 +49,7 @@ def measure(work: Work, iterations: int, device: torch.device) -> dict[str, list
         for name, run in candidates.items():
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             filled.fill_(1)
+            torch.cuda._sleep(HEAD_START_CYCLES)
             start.record()
             run()
             end.record()
