@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -309,6 +312,26 @@ def out_of_order(group: dist.ProcessGroup, rank: int) -> None:
 def test_ranks_at_different_calls_are_found(pool: RankPool) -> None:
     with pytest.raises(RankError, match="contract 1: the ranks are at different calls"):
         pool.run(out_of_order, num_ranks=2)
+
+
+def come_late(group: dist.ProcessGroup, rank: int) -> list[str]:
+    """Rank 1 is late for the first micro-batch, rank 0 for the second: what each one's watchdog prints."""
+    dispatcher, printed = make(group), io.StringIO()
+    dispatcher.watchdog.overdue_s = 0.1
+    with contextlib.redirect_stderr(printed), torch.no_grad():
+        for micro_batch, late in ((1, 1), (2, 0)):
+            time.sleep(1.0 if rank == late else 0.0)
+            forward(dispatcher, IDS, torch.ones(3, 8), micro_batch)
+    close_dispatchers(group)
+    return [line for line in printed.getvalue().splitlines() if "has not ended" in line]
+
+
+def test_ranks_that_wait_say_for_what_and_a_late_one_says_nothing(pool: RankPool) -> None:
+    said = pool.run(come_late, num_ranks=2)
+    for rank, (number, micro_batch) in enumerate([(1, 1), (4, 2)]):
+        (line,) = said[rank]
+        assert f"rank {rank} of 2, double" in line
+        assert f"communication {number}: exchange of routes of layer 0, micro-batch {micro_batch} was issued" in line
 
 
 FEW = Setup(dispatcher="agrs", steps=3, tokens=24, device="cpu")
