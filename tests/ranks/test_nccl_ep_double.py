@@ -94,7 +94,51 @@ def send_twice(calls: Calls) -> None:
         send(calls, handle, keep)
 
 
+def destroyed(handle: Any) -> Any:
+    handle.destroy()
+    return handle
+
+
+def flat(calls: Calls, **other: Any) -> Any:
+    """A forward over the flat layout, three rows."""
+    given = {"got": torch.empty(3, 2), "ids": torch.empty(3, 2, dtype=torch.int64)} | other
+    return calls.forward(calls.handle(double.Layout.FLAT), rows=3, **given)
+
+
+def combine_sent(calls: Calls, direction: Any = double.PassDir.FWD, dispatched: bool = True, rows: int = 4) -> None:
+    """A low-latency combine, behind a dispatch that is completed."""
+    keep: list[Any] = []
+    handle = calls.handle(double.Layout.RANK_MAJOR)
+    if dispatched:
+        send(calls, handle, keep)
+        handle.complete(stream=None)
+    inputs = double.CombineInputs(tokens=double.Tensor(torch.ones(1, rows, 512)))
+    outputs = double.CombineOutputs(tokens=double.Tensor(torch.empty(3, 512)))
+    handle.combine(inputs, outputs, config=double.CombineConfig(pass_direction=direction), stream=None)
+
+
 HT: dict[str, tuple[int, Break]] = {
+    "no bound of tokens": (2, lambda c: Calls(c.comm, max_dispatch_tokens_per_rank=0)),
+    "top-k beyond the group's": (2, lambda c: c.handle(ids=torch.zeros(1, 3, dtype=torch.int64))),
+    "rows wider than the group's": (3, lambda c: c.forward(c.handle(), x=torch.ones(3, 32), out=torch.empty(5, 32))),
+    "ids of floats": (6, lambda c: c.handle(ids=torch.ones(3, 2))),
+    "a low-latency layout": (7, lambda c: c.handle(double.Layout.RANK_MAJOR)),
+    "float64 rows": (7, lambda c: c.forward(c.handle(), x=torch.ones(3, 8).double())),
+    "float64 weights": (7, lambda c: c.forward(c.handle(), weights=torch.ones(3, 2).double())),
+    "weights of another top-k": (7, lambda c: c.forward(c.handle(), weights=torch.ones(3, 1))),
+    "two received weights a row": (7, lambda c: c.forward(c.handle(), got=torch.empty(5, 2))),
+    "ids of grouped rows": (7, lambda c: c.forward(c.handle(), ids=torch.empty(5, 2, dtype=torch.int64))),
+    "flat rows without ids": (7, lambda c: flat(c, ids=None)),
+    "flat rows with int32 ids": (7, lambda c: flat(c, ids=torch.empty(3, 2, dtype=torch.int32))),
+    "backward combine without room for weights": (
+        9,
+        lambda c: c.combine(c.forward(c.handle()), double.Tensor(torch.ones(5)), double.PassDir.BWD),
+    ),
+    "dispatch of a destroyed handle": (11, lambda c: c.forward(destroyed(c.handle()))),
+    "combine of a destroyed handle": (11, lambda c: c.combine(destroyed(c.forward(c.handle())))),
+    "a handle destroyed twice": (11, lambda c: destroyed(destroyed(c.handle()))),
+    "update of a destroyed handle": (11, lambda c: destroyed(c.handle()).update(double.Tensor(c.ids), stream=None)),
+    "a handle of a destroyed group": (11, lambda c: (c.group.destroy(), c.handle())),
     "budget below tokens": (2, lambda c: Calls(c.comm, max_recv_tokens_per_rank=3)),
     "drop in eager mode": (2, lambda c: Calls(c.comm, overflow_policy=double.OverflowPolicy.DROP)),
     "eager expert-major without top-k": (2, lambda c: Calls(c.comm, num_topk=0).handle()),
@@ -122,8 +166,12 @@ HT: dict[str, tuple[int, Break]] = {
 }
 LL: dict[str, tuple[int, Break]] = {
     "two sends": (12, send_twice),
+    "a group destroyed under way": (12, lambda c: (send(c, c.handle(double.Layout.RANK_MAJOR), []), c.group.destroy())),
     "changed ids": (13, change_ids),
     "lost descriptors": (13, lose_descriptors),
+    "combine before dispatch, low latency": (7, lambda c: combine_sent(c, dispatched=False)),
+    "a backward combine": (14, lambda c: combine_sent(c, double.PassDir.BWD)),
+    "rows of fewer slots": (14, lambda c: combine_sent(c, rows=3)),
     "another layout": (14, lambda c: c.handle(double.Layout.FLAT)),
     "rows of 24 elements": (
         14,
@@ -149,3 +197,14 @@ def test_the_stand_in_refuses_what_breaks_each_contract() -> None:
     (said,) = run_ranks(break_all, 1)
     assert said == dict.fromkeys((*HT, *LL), "as it should")
     assert {number for number, _ in (*HT.values(), *LL.values())} == set(range(2, 15))
+
+
+def make_all_right(group: dist.ProcessGroup, rank: int) -> None:
+    calls = Calls(double.Communicator(group))
+    calls.combine(calls.forward(calls.handle()))
+    flat(Calls(double.Communicator(group)))
+    combine_sent(low(double.Communicator(group)))
+
+
+def test_calls_made_right_pass() -> None:
+    run_ranks(make_all_right, 1)
