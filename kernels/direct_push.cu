@@ -109,8 +109,8 @@ template <bool kPeer>
 __device__ void take_row(const Domain& d, const Push& p, const Plan& plan, const uint4* row, const Route* routes, int t,
                          int source, int index, int units, int lane) {
     const int64_t place = plan.received_base[source] + static_cast<int64_t>(index);
-    if (place >= p.unique_capacity) return;  // an overflow, which is a fault by now
-    if (!p.expand) copy_row<kPeer>(row, reinterpret_cast<uint4*>(p.out) + place * units, units, lane);
+    // no place is an overflow, which is a fault by now
+    if (!p.expand && place < p.unique_capacity) copy_row<kPeer>(row, reinterpret_cast<uint4*>(p.out) + place * units, units, lane);
     for (int start = 0; start < d.top_k; start += kWarp) {
         const int k = start + lane;
         int to = -1;
@@ -123,12 +123,12 @@ __device__ void take_row(const Domain& d, const Push& p, const Plan& plan, const
                 route = find_route(d, p, plan, t, k, d.rank);
             }
             to = route.row;
-            p.positions[place * d.top_k + k] = to;
-            if (to >= 0) {
-                p.row_index[to] = static_cast<int>(place);
-                p.row_weights[to] = route.weight;
+            if (place < p.unique_capacity) p.positions[place * d.top_k + k] = to;
+            if (to >= 0) {  // a row whose token has no place points nowhere and weighs nothing
+                p.row_index[to] = place < p.unique_capacity ? static_cast<int>(place) : -1;
+                p.row_weights[to] = place < p.unique_capacity ? route.weight : 0.0f;
             }
-        } else if (k < d.top_k) {
+        } else if (k < d.top_k && place < p.unique_capacity) {
             to = p.positions[place * d.top_k + k];
         }
         if (p.expand) spread_row<kPeer>(row, p.out, to, units, lane);

@@ -170,9 +170,10 @@ class Received:
 
     Attributes:
         rows: [unique_capacity, H], or [row_capacity, H] where expanded; behind the last row nothing is written.
-        row_index: int32 [row_capacity], unique row of each expert row, -1 behind the last.
+        row_index: int32 [row_capacity], unique row of each expert row, -1 behind the last, and where an overflow (a
+            fault) left its token without one.
         positions: int32 [unique_capacity, K], expert rows of each unique row, -1 where none.
-        row_weights: float32 [row_capacity], not written behind the last row.
+        row_weights: float32 [row_capacity], not written behind the last row; 0 where a row's token has no unique row.
     """
 
     rows: Tensor
