@@ -11,26 +11,22 @@ namespace moe_ep {
 
 constexpr int kMaxRanks = 72;     // GPUs of the largest NVLink domain
 constexpr int kMaxChunkRows = 32;  // a lane for each row of a chunk
-constexpr int kPlaceTokens = kWarp;  // tokens whose places are told together; a chunk lies in one such group
-constexpr int64_t kGroupBytes = 64 * 1024;
+constexpr int64_t kGroupBytes = 32 * 1024;
 constexpr unsigned kPause = 100;   // ns between two looks at a flag: thousands of warps look, and rows need the way too
 constexpr int kWords = 4;          // behind a rank's counts: code and value of a fault, no_grad, place
 
-// Byte offsets in the peer memory of a rank, the same on all ranks. Rows lie at [rank that sent them][token of the rank
-// that the token belongs to], so nobody needs a count to send one. `back` is what returns from the experts' ranks.
+// Byte offsets in the peer memory of a rank, the same on all ranks. `back` is what returns from the experts' ranks.
 struct PeerLayout {
-    int64_t ready;        // uint32 [R]
-    int64_t arrived;      // uint32 [R]
-    int64_t counts;       // int32 [2, R, E + R + kWords], by the epoch's parity: a rank can be one exchange ahead
-    int64_t push_flags;   // uint32 [R, chunks]: epoch
-    int64_t place_flags;  // uint32 [R, ceil(max_tokens / kPlaceTokens)]: epoch
-    int64_t back_flags;   // uint32 [R, chunks]: epoch
-    int64_t push_places;  // int32 [R, max_tokens]: unique row at the destination, -1 where the token does not go there
+    int64_t ready;       // uint32 [R]
+    int64_t arrived;     // uint32 [R]
+    int64_t counts;      // int32 [2, R, E + R + kWords], by the epoch's parity: a rank can be one exchange ahead
+    int64_t push_flags;  // uint64 [R, chunks]: epoch << 32 | first row << 8 | rows
+    int64_t back_flags;  // uint64 [R, chunks]: epoch
     int64_t push_routes;  // Route [R, max_tokens, K]
     int64_t back_weights;  // float [R, max_tokens, K]
-    int64_t push_rows;    // [R, max_tokens, row_bytes]
-    int64_t back_rows;    // [R, max_tokens, row_bytes]
-    int64_t stop;         // uint32: not 0 once a rank has given up, which the hosts write; whoever waits leaves
+    int64_t push_rows;   // [R, max_tokens, row_bytes]
+    int64_t back_rows;   // [R, max_tokens, row_bytes]
+    int64_t stop;        // uint32: not 0 once a rank has given up, which the hosts write; whoever waits leaves
 };
 
 struct Route {
@@ -44,10 +40,7 @@ struct Domain {
     int rank, num_ranks, num_experts, num_local, top_k, max_tokens, chunk_rows, chunks;
     int64_t row_bytes;
     int64_t timeout_ns;
-    // [0]: operations that ended; of the running one, [1]: blocks that ended, [2]: items taken, and where it exchanges
-    // counts, [3]: blocks of tokens taken, [5]: and ranked, [6]: groups of places taken. [4]: the last operation whose
-    // plan is there.
-    uint32_t* epoch;
+    uint32_t* epoch;        // [0]: operations that ended; of the running one, [1]: blocks that ended, [2]: items taken
     unsigned long long* fault;  // sticky record, code << 56 | layer << 40 | micro-batch << 32 | value
     int64_t where;          // layer << 40 | micro-batch << 32
     int code_lost;          // code of a rank that did not come in time
@@ -74,41 +67,37 @@ struct Plan {
 };
 
 struct Exchange {
-    const int64_t* ids;         // [T, K]
-    int* route_rank;            // [T, K]: rank of a route among those of its block of tokens to the same expert
-    int* unique;                // [T, R]: rank of a token among those of its block that go to the rank, -1: not there
     int* block_counts;          // [blocks, E + R + 1]: becomes the counts of earlier blocks
     const int64_t* bad_tokens;  // int64 [], may be null: tokens with non-finite logits
     int* plan;
-    int num_tokens, tokens_per_block, num_blocks, host_code, host_value, no_grad, place;
+    int num_blocks, host_code, host_value, no_grad, place;
     int64_t row_capacity;
     int code_bad_ids, code_non_finite, code_overflow, code_place, code_no_grad;
 };
 
 struct Push {
-    const char* x;          // [T, row_bytes]
-    const int64_t* ids;     // [T, K]
-    const float* weights;   // [T, K]           first pass, like all that is ranked
-    const int* route_rank;  // [T, K]
-    const int* block_counts;  // [blocks, E + R + 1], counts of earlier blocks
-    const int* unique;      // [T, R]
-    int* plan;              // first pass
-    int* places;            // [R, max_tokens]: unique row here of each rank's tokens, made by the first pass
-    char* out;              // [unique_capacity or row_capacity, row_bytes]
-    int* row_index;         // [row_capacity]   first pass
-    int* positions;         // [unique_capacity, K]
-    float* row_weights;     // [row_capacity]   first pass
+    const char* x;         // [T, row_bytes]
+    const int64_t* ids;    // [T, K]           first pass
+    const float* weights;  // [T, K]           first pass
+    const int* route_rank;  // [T, K]          first pass
+    const int* block_counts;  // [blocks, E + R + 1], counts of earlier blocks: first pass
+    int* unique;           // [T, R]: rank inside its block of tokens (first pass, then made the next), or in all T
+    int* plan;
+    char* out;             // [unique_capacity or row_capacity, row_bytes]
+    int* row_index;        // [row_capacity]   first pass
+    int* positions;        // [unique_capacity, K]
+    float* row_weights;    // [row_capacity]   first pass
     int64_t row_capacity, unique_capacity;  // of this rank
-    int64_t row_bound;      // at every destination: rows beyond it have no place
-    int num_tokens, tokens_per_block, send_blocks, settle, first, expand;
+    int64_t row_bound;  // at every destination: rows beyond it have no place
+    int num_tokens, tokens_per_block, send_blocks, first, expand;
 };
 
 struct Return {
     const char* rows;      // [row_capacity, row_bytes] to be added up by `positions`, or [unique_capacity, row_bytes]
     const int* positions;  // [unique_capacity, K]
-    const int* places;     // [R, max_tokens]
-    const int* unique;     // [T, R]: not -1 where the token went to the rank
-    const int64_t* ids;    // [T, K], with weights
+    const int* unique;     // [T, R]
+    int* plan;
+    const int64_t* ids;      // [T, K], with weights
     const float* row_weights;  // [row_capacity] gradients of the row weights, where they travel
     float* weights;        // [T, K]
     char* out;             // [T, row_bytes]
@@ -153,8 +142,22 @@ __device__ __forceinline__ bool is_lost(const Domain& d) {
            load_acquire(peer_at<uint32_t>(d, d.rank, d.at.stop)) != 0;
 }
 
-// A rank that does not come in time, or was told to stop, is a fault, and from then on nobody waits: results are defined
-// by nothing but their shape, and the host raises.
+// Waits until the flag of `peer` carries the epoch, and returns it. A rank that does not come in time, or was told to
+// stop, is a fault, and from then on nobody waits: results are defined by nothing but their shape, and the host raises.
+__device__ inline uint64_t wait_chunk(const Domain& d, const uint64_t* flag, uint32_t epoch, int peer) {
+    uint64_t value = load_acquire(flag);
+    if (static_cast<uint32_t>(value >> 32) == epoch) return value;
+    const int64_t end = nanoseconds() + d.timeout_ns;
+    for (int turn = 1;; ++turn) {
+        __nanosleep(kPause);
+        value = load_acquire(flag);
+        if (static_cast<uint32_t>(value >> 32) == epoch) return value;
+        if (turn % 64 == 0 && (is_lost(d) || nanoseconds() > end)) {
+            note_fault(d, d.code_lost, peer);
+            return static_cast<uint64_t>(epoch) << 32;  // no rows
+        }
+    }
+}
 // Until `peer` is at the epoch, or further on; false where it never came.
 __device__ inline bool wait_epoch(const Domain& d, const uint32_t* flag, uint32_t epoch, int peer) {
     if (static_cast<int>(load_acquire(flag) - epoch) >= 0) return true;
@@ -186,13 +189,12 @@ __device__ inline void end_operation(const Domain& d, uint32_t epoch) {
 }
 
 // The next item of work for the warp; which warp does what changes no result.
-__device__ __forceinline__ int64_t take_item(uint32_t* counter) {
-    const uint32_t item = threadIdx.x % kWarp == 0 ? atomicAdd(counter, 1u) : 0;
+__device__ __forceinline__ int64_t take_item(const Domain& d) {
+    const uint32_t item = threadIdx.x % kWarp == 0 ? atomicAdd(d.epoch + 2, 1u) : 0;
     return __shfl_sync(kAll, item, 0);
 }
-__device__ __forceinline__ int64_t take_item(const Domain& d) { return take_item(d.epoch + 2); }
 
-// "My memory may be written": said by block 0 to all, awaited by every warp that writes. Whatever read that memory
+// "My memory may be written": said by block 0 to all, awaited by every block that writes. Whatever read that memory
 // before ran in an earlier kernel of the stream.
 __device__ inline void open_memory(const Domain& d, uint32_t epoch) {
     if (blockIdx.x == 0)
@@ -200,24 +202,24 @@ __device__ inline void open_memory(const Domain& d, uint32_t epoch) {
             store_release(peer_at<uint32_t>(d, r, d.at.ready) + d.rank, epoch);
 }
 __device__ inline void await_open_memory(const Domain& d, uint32_t epoch) {
-    for (int r = threadIdx.x % kWarp; r < d.num_ranks; r += kWarp)
+    for (int r = threadIdx.x; r < d.num_ranks; r += blockDim.x)
         wait_epoch(d, peer_at<uint32_t>(d, d.rank, d.at.ready) + r, epoch, r);
-    __syncwarp();
+    __syncthreads();
 }
 
 // Chunks that a warp sends before it waits for them to have arrived: few where there are enough warps for all chunks,
-// so that the other side can begin early; else up to about 64 KiB, beside which a fence of the whole system is short.
+// so that the other side can begin early; else up to about 32 KiB, beside which a fence of the whole system is short.
 __device__ __forceinline__ int group_of_chunks(const Domain& d, int warps) {
     const int64_t share = static_cast<int64_t>(d.chunks) * (d.num_ranks - 1) / max(warps, 1);
     const int64_t most = kGroupBytes / (d.chunk_rows * d.row_bytes);
     return static_cast<int>(max(static_cast<int64_t>(1), min(min(share, most), static_cast<int64_t>(kWarp))));
 }
 
-// Sets one flag a lane, behind everything that the warp has written: one fence, then plain stores past every cache.
-__device__ __forceinline__ void set_flags(uint32_t* flag, uint32_t epoch, bool mine) {
+// Sets one flag a lane, behind everything that the warp has written.
+__device__ __forceinline__ void set_flags(uint64_t* flag, uint64_t value, bool mine) {
     __syncwarp();
     __threadfence_system();
-    if (mine) *reinterpret_cast<volatile uint32_t*>(flag) = epoch;
+    if (mine) store_release(flag, value);
 }
 
 // Rows that other ranks wrote are read past L1.

@@ -1,11 +1,10 @@
 """Ops of one NVLink domain: rows pushed into peer memory, results returned and added up. CUDA only.
 
-All of them run on one stream a rank, in one order on all ranks:
+Four kernels, one function each. All but the first run on one stream a rank, in one order on all ranks:
 
-    exchange      ids [T, K] of every rank -> plan: where everything lies; for a host that must read the counts
-    push_first    x [T, H] -> unique rows [U, H] or expert rows [N, H] of the ranks that have experts for it; exchanges
-                  counts as well, in the same launch, where that was only prepared
-    push_again    other rows along the same routes
+    rank_routes   ids [T, K] -> ranks inside blocks of tokens, counts of each block
+    exchange      counts to every rank -> plan: where everything lies
+    push          x [T, H] -> unique rows [U, H] or expert rows [N, H] of the ranks that have experts for it
     give_back     expert rows [N, H] or unique rows [U, H] -> y [T, H], and the gradients of the row weights
 
 Peer memory is one allocation a rank, laid out alike on all of them (`Shape.layout`), zeroed before its first use.
@@ -26,7 +25,6 @@ from torch import Tensor
 
 from .direct_types import (
     MAX_RANKS,
-    MAX_TOKEN_BLOCKS,
     NUM_WORDS,
     Codes,
     Domain,
@@ -39,14 +37,27 @@ from .direct_types import (
     Trip,
     check_structs,
 )
-from .library import DTYPES, launch
-
-WARP = 32
+from .library import DTYPES, launch, library
 
 
-def tokens_per_block(num_tokens: int, blocks: int) -> int:
-    """Tokens that are ranked together, whole warps of them, where `blocks` thread blocks share the work."""
-    return max(1, -(-num_tokens // (WARP * min(max(blocks, 1), MAX_TOKEN_BLOCKS)))) * WARP
+def rank_routes(ids_TK: Tensor, shape: Shape) -> Ranked:
+    """Ranks of routes and tokens inside blocks of tokens; int64 [T, K] on a GPU."""
+    num_tokens, device = ids_TK.shape[0], ids_TK.device
+    ids_TK = ids_TK.contiguous()
+    blocks = max(1, -(-num_tokens // tokens_per_block(num_tokens, device.index)))
+    width = shape.num_experts + shape.num_ranks + 1
+    route_rank, unique, counts = (
+        torch.empty(size, dtype=torch.int32, device=device)
+        for size in ((num_tokens, shape.top_k), (num_tokens, shape.num_ranks), (blocks, width))
+    )
+    sizes = (num_tokens, shape.top_k, shape.num_experts, shape.num_ranks)
+    launch("moe_ep_direct_rank", ids_TK, ids_TK, *sizes, route_rank, unique, counts)
+    return Ranked(route_rank=route_rank, unique=unique, block_counts=counts)
+
+
+def tokens_per_block(num_tokens: int, index: int) -> int:
+    """Tokens that one block of `rank_routes` takes."""
+    return int(library(index).plain("moe_ep_direct_tokens_per_block")(num_tokens))
 
 
 class Peers:
@@ -78,7 +89,7 @@ class Peers:
     ) -> None:
         check_structs(device.index)
         self.shape, self.rank, self.device, self.codes = shape, rank, device, codes
-        self._epoch = torch.zeros(7, dtype=torch.int32, device=device)
+        self._epoch = torch.zeros(3, dtype=torch.int32, device=device)
         self._fault = fault
         self._domain = Domain(
             memory=(ctypes.c_void_p * MAX_RANKS)(*memory),
@@ -98,44 +109,24 @@ class Peers:
             code_lost=codes.lost,
         )
 
-    def prepare(
-        self,
-        trip: Trip,
-        *,
-        row_bound: int,
-        no_grad: bool = False,
-        host_fault: tuple[int, int] = (0, 0),
-        blocks: int = MAX_TOKEN_BLOCKS,
-    ) -> None:
-        """Make room for an exchange of counts, which `push_first` carries out. Sets trip.plan; see `plan_parts`.
+    def exchange(
+        self, trip: Trip, *, row_bound: int, no_grad: bool = False, host_fault: tuple[int, int] = (0, 0)
+    ) -> Tensor:
+        """Tell every rank the counts and this rank's word; sets and returns trip.plan. See `plan_parts`.
 
         Args:
-            trip: of a micro-batch.
+            trip: ranked.
             row_bound: rows beyond it have no place, and are a fault.
             no_grad: whether this rank records no gradients; all ranks must agree.
             host_fault: code and value of a fault that only the host knows.
-            blocks: thread blocks that rank tokens.
         """
-        codes, shape, trip.row_bound = self.codes, self.shape, row_bound
-        num_tokens, new = trip.ids.shape[0], functools.partial(torch.empty, dtype=torch.int32, device=self.device)
-        each = tokens_per_block(num_tokens, blocks)
-        num_blocks = max(1, -(-num_tokens // each))
-        trip.plan, trip.unique = new(shape.plan_ints), new((num_tokens, shape.num_ranks))
-        trip.ranked = Ranked(
-            route_rank=new((num_tokens, shape.top_k)),
-            block_counts=new((num_blocks, shape.num_experts + shape.num_ranks + 1)),
-            tokens_per_block=each,
-        )
-        trip.unsettled = Exchange(
-            ids=trip.ids.data_ptr(),
-            route_rank=trip.ranked.route_rank.data_ptr(),
-            unique=trip.unique.data_ptr(),
+        codes, trip.row_bound = self.codes, row_bound
+        trip.plan = torch.empty(self.shape.plan_ints, dtype=torch.int32, device=self.device)
+        exchange = Exchange(
             block_counts=trip.ranked.block_counts.data_ptr(),
             bad_tokens=None if trip.bad_tokens is None else trip.bad_tokens.data_ptr(),
             plan=trip.plan.data_ptr(),
-            num_tokens=num_tokens,
-            tokens_per_block=each,
-            num_blocks=num_blocks,
+            num_blocks=trip.ranked.block_counts.shape[0],
             host_code=host_fault[0],
             host_value=host_fault[1],
             no_grad=no_grad,
@@ -147,22 +138,7 @@ class Peers:
             code_place=codes.place,
             code_no_grad=codes.no_grad,
         )
-
-    def exchange(
-        self,
-        trip: Trip,
-        *,
-        row_bound: int,
-        no_grad: bool = False,
-        host_fault: tuple[int, int] = (0, 0),
-        blocks: int = MAX_TOKEN_BLOCKS,
-    ) -> Tensor:
-        """`prepare`, and tell every rank the counts and this rank's word at once; returns trip.plan."""
-        self.prepare(trip, row_bound=row_bound, no_grad=no_grad, host_fault=host_fault, blocks=blocks)
-        assert trip.unsettled is not None and trip.ranked is not None and trip.plan is not None, "prepared"
-        used = min(blocks, trip.ranked.block_counts.shape[0])
-        self._launch("moe_ep_direct_exchange", trip, ctypes.byref(trip.unsettled), used)
-        trip.unsettled = None
+        self._launch("moe_ep_direct_exchange", trip, ctypes.byref(exchange))
         return trip.plan
 
     def plan_parts(self, plan: Tensor) -> dict[str, Tensor]:
@@ -177,16 +153,16 @@ class Peers:
     def push_first(
         self, x_TH: Tensor, weights_TK: Tensor, trip: Trip, *, expand: bool, blocks: tuple[int, int]
     ) -> Received:
-        """Send x, the places of its routes and their weights; sets trip.places and trip.positions.
+        """Send x, the places of its routes and their weights; sets trip.positions.
 
         Args:
             x_TH: [T, H], contiguous.
             weights_TK: float32 [T, K], contiguous.
-            trip: with its capacities; exchanged, or prepared, then counts are exchanged by the same launch.
+            trip: with its plan and capacities.
             expand: receive expert rows instead of unique rows.
             blocks: thread blocks (that send, in all); see direct_push.cu.
         """
-        assert trip.plan is not None and trip.ranked is not None, "push_first before exchange or prepare, or twice"
+        assert trip.plan is not None, "push_first before exchange"
         new = functools.partial(torch.empty, device=self.device)
         received = Received(
             rows=new((trip.row_capacity if expand else trip.unique_capacity, x_TH.shape[1]), dtype=x_TH.dtype),
@@ -195,19 +171,17 @@ class Peers:
             row_weights=new(trip.row_capacity, dtype=torch.float32),
         )
         trip.positions = received.positions
-        trip.places = new((self.shape.num_ranks, self.shape.max_tokens), dtype=torch.int32)
         push = self._push(x_TH, trip, received.rows, expand, blocks)
+        push.ids = trip.ids.data_ptr()
         push.weights = weights_TK.data_ptr()
         push.route_rank = trip.ranked.route_rank.data_ptr()
         push.block_counts = trip.ranked.block_counts.data_ptr()
         push.row_index = received.row_index.data_ptr()
         push.row_weights = received.row_weights.data_ptr()
-        push.tokens_per_block = trip.ranked.tokens_per_block
+        push.tokens_per_block = tokens_per_block(x_TH.shape[0], self.device.index)
         push.row_bound = trip.row_bound
-        push.first, push.settle = 1, trip.unsettled is not None
-        exchange = Exchange() if trip.unsettled is None else trip.unsettled
-        self._launch("moe_ep_direct_push", trip, ctypes.byref(exchange), ctypes.byref(push), blocks[1])
-        trip.unsettled = trip.ranked = None
+        push.first = 1
+        self._launch("moe_ep_direct_push", trip, ctypes.byref(push), blocks[1])
         return received
 
     def push_again(self, x_TH: Tensor, trip: Trip, *, expand: bool, blocks: tuple[int, int]) -> Tensor:
@@ -215,18 +189,15 @@ class Peers:
         rows = trip.row_capacity if expand else trip.unique_capacity
         out = torch.empty((rows, x_TH.shape[1]), dtype=x_TH.dtype, device=self.device)
         push = self._push(x_TH, trip, out, expand, blocks)
-        self._launch("moe_ep_direct_push", trip, ctypes.byref(Exchange()), ctypes.byref(push), blocks[1])
+        self._launch("moe_ep_direct_push", trip, ctypes.byref(push), blocks[1])
         return out
 
     def _push(self, x_TH: Tensor, trip: Trip, out: Tensor, expand: bool, blocks: tuple[int, int]) -> Push:
         assert trip.plan is not None and trip.positions is not None, "a push before the exchange of counts"
-        assert trip.unique is not None and trip.places is not None, "exchanged and pushed"
         return Push(
             x=x_TH.data_ptr(),
-            ids=trip.ids.data_ptr(),
-            unique=trip.unique.data_ptr(),
+            unique=trip.ranked.unique.data_ptr(),
             plan=trip.plan.data_ptr(),
-            places=trip.places.data_ptr(),
             out=out.data_ptr(),
             positions=trip.positions.data_ptr(),
             row_capacity=trip.row_capacity,
@@ -257,16 +228,15 @@ class Peers:
         Returns:
             y [T, H], and float32 [T, K] of `row_weights`, 0 where a token has no route.
         """
-        assert trip.unique is not None and trip.places is not None, "give_back before push_first"
-        assert trip.positions is not None, "pushed"
+        assert trip.plan is not None and trip.positions is not None, "give_back before push_first"
         num_tokens = trip.ids.shape[0]
         out = torch.empty((num_tokens, rows.shape[1]), dtype=rows.dtype, device=self.device)
         weights = None if row_weights is None else torch.empty_like(trip.ids, dtype=torch.float32)
         back = Return(
             rows=rows.data_ptr(),
             positions=trip.positions.data_ptr(),
-            places=trip.places.data_ptr(),
-            unique=trip.unique.data_ptr(),
+            unique=trip.ranked.unique.data_ptr(),
+            plan=trip.plan.data_ptr(),
             ids=trip.ids.data_ptr(),
             row_weights=None if row_weights is None else row_weights.data_ptr(),
             weights=None if weights is None else weights.data_ptr(),

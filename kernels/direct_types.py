@@ -14,9 +14,7 @@ from .library import library
 MAX_RANKS = 72  # kMaxRanks of direct.cuh
 MAX_CHUNK_ROWS = 32
 NUM_WORDS = 4
-PLACE_TOKENS = 32  # kPlaceTokens
-MAX_TOKEN_BLOCKS = 128  # blocks of tokens whose counts are added up
-_CHUNK_BYTES = 1 << 14  # short, so that many warps have one to move
+_CHUNK_BYTES = 1 << 13  # short, so that many warps have one; a warp's fence behind each costs about a microsecond
 _P, _I, _L = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
 
 
@@ -26,8 +24,8 @@ class PeerLayout(ctypes.Structure):
     _fields_ = [
         (name, _L)
         for name in (
-            *("ready", "arrived", "counts", "push_flags", "place_flags", "back_flags"),
-            *("push_places", "push_routes", "back_weights", "push_rows", "back_rows", "stop"),
+            *("ready", "arrived", "counts", "push_flags", "back_flags"),
+            *("push_routes", "back_weights", "push_rows", "back_rows", "stop"),
         )
     ]
 
@@ -51,9 +49,8 @@ class Exchange(ctypes.Structure):
     """Exchange of direct.cuh."""
 
     _fields_ = [
-        *((name, _P) for name in ("ids", "route_rank", "unique", "block_counts", "bad_tokens", "plan")),
-        *((name, _I) for name in ("num_tokens", "tokens_per_block", "num_blocks")),
-        *((name, _I) for name in ("host_code", "host_value", "no_grad", "place")),
+        *((name, _P) for name in ("block_counts", "bad_tokens", "plan")),
+        *((name, _I) for name in ("num_blocks", "host_code", "host_value", "no_grad", "place")),
         ("row_capacity", _L),
         *((f"code_{name}", _I) for name in ("bad_ids", "non_finite", "overflow", "place", "no_grad")),
     ]
@@ -63,10 +60,10 @@ class Push(ctypes.Structure):
     """Push of direct.cuh."""
 
     _fields_ = [
-        *((name, _P) for name in ("x", "ids", "weights", "route_rank", "block_counts", "unique", "plan")),
-        *((name, _P) for name in ("places", "out", "row_index", "positions", "row_weights")),
+        *((name, _P) for name in ("x", "ids", "weights", "route_rank", "block_counts", "unique", "plan", "out")),
+        *((name, _P) for name in ("row_index", "positions", "row_weights")),
         *((name, _L) for name in ("row_capacity", "unique_capacity", "row_bound")),
-        *((name, _I) for name in ("num_tokens", "tokens_per_block", "send_blocks", "settle", "first", "expand")),
+        *((name, _I) for name in ("num_tokens", "tokens_per_block", "send_blocks", "first", "expand")),
     ]
 
 
@@ -74,7 +71,7 @@ class Return(ctypes.Structure):
     """Return of direct.cuh."""
 
     _fields_ = [
-        *((name, _P) for name in ("rows", "positions", "places", "unique", "ids", "row_weights", "weights", "out")),
+        *((name, _P) for name in ("rows", "positions", "unique", "plan", "ids", "row_weights", "weights", "out")),
         ("unique_capacity", _L),
         *((name, _I) for name in ("num_tokens", "send_blocks", "sum", "with_weights")),
     ]
@@ -103,8 +100,8 @@ class Shape:
 
     @property
     def chunk_rows(self) -> int:
-        """Tokens whose rows share a flag; a power of two, so that their places share one, too."""
-        return 1 << (max(1, min(MAX_CHUNK_ROWS, _CHUNK_BYTES // self.row_bytes)).bit_length() - 1)
+        """Rows that one warp sends before it sets a flag."""
+        return max(1, min(MAX_CHUNK_ROWS, _CHUNK_BYTES // self.row_bytes))
 
     @property
     def chunks(self) -> int:
@@ -124,10 +121,8 @@ class Shape:
             "ready": 4 * ranks,
             "arrived": 4 * ranks,
             "counts": 2 * 4 * ranks * columns,
-            "push_flags": 4 * ranks * self.chunks,
-            "place_flags": 4 * ranks * -(-self.max_tokens // PLACE_TOKENS),
-            "back_flags": 4 * ranks * self.chunks,
-            "push_places": 4 * tokens,
+            "push_flags": 8 * ranks * self.chunks,
+            "back_flags": 8 * ranks * self.chunks,
             "push_routes": 8 * tokens * self.top_k,
             "back_weights": 4 * tokens * self.top_k,
             "push_rows": tokens * self.row_bytes,
@@ -155,17 +150,18 @@ class Codes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranked:
-    """What the exchange of counts leaves for the first push.
+    """What `rank_routes` leaves.
 
     Attributes:
         route_rank: int32 [T, K], rank of each route among its block's routes to its expert, -1 where none.
-        block_counts: int32 [blocks, E + R + 1], counts of earlier blocks.
-        tokens_per_block: how many tokens were ranked together.
+        unique: int32 [T, R], rank of each token among its block's tokens for a rank, -1 where it does not go there;
+            `Peers.push` turns it into the rank among all T.
+        block_counts: int32 [blocks, E + R + 1]; `Peers.exchange` turns it into the counts of earlier blocks.
     """
 
     route_rank: Tensor
+    unique: Tensor
     block_counts: Tensor
-    tokens_per_block: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,14 +190,11 @@ class Trip:
         layer, micro_batch: for the fault record.
         place: compared between ranks, any int of at most 31 bits that says where each one is.
         ids: int64 [T, K], contiguous.
+        ranked: of `rank_routes`.
         bad_tokens: int64 [], tokens whose logits were not finite; None: not known to be any.
-        plan: int32 [plan_ints], of the exchange of counts.
-        row_bound: rows beyond it have no place, at any rank.
-        unique: int32 [T, R], not negative where the token goes to the rank; of the exchange of counts.
-        ranked: of the exchange, until the first push.
-        unsettled: the exchange that the first push is to carry out, None where there was one.
+        plan: int32 [plan_ints], of `Peers.exchange`.
+        row_bound: rows beyond it have no place, at any rank; of `Peers.exchange`.
         row_capacity, unique_capacity: N and U as allocated on this rank.
-        places: int32 [R, max_tokens], unique row here of each rank's tokens, -1 where none; of `Peers.push_first`.
         positions: int32 [U, K], of `Peers.push_first`.
         host_counts: rows of each local expert, where the caller has read them.
     """
@@ -209,16 +202,13 @@ class Trip:
     layer: int
     micro_batch: int
     ids: Tensor
+    ranked: Ranked
     place: int = 0
     bad_tokens: Tensor | None = None
     plan: Tensor | None = None
     row_bound: int = 0
-    unique: Tensor | None = None
-    ranked: Ranked | None = None
-    unsettled: Exchange | None = None
     row_capacity: int = 0
     unique_capacity: int = 0
-    places: Tensor | None = None
     positions: Tensor | None = None
     host_counts: tuple[int, ...] | None = None
 

@@ -115,28 +115,22 @@ def place(ids: list[Tensor], num_experts: int) -> Place:
 
 
 def make_trips(group: Group, ids: list[Tensor]) -> list:
+    from moe_ep.kernels.direct import rank_routes
     from moe_ep.kernels.direct_types import Trip
 
-    return [Trip(layer=3, micro_batch=1, ids=ids[r]) for r in range(group.num_ranks)]
+    return group.each(lambda r: Trip(layer=3, micro_batch=1, ids=ids[r], ranked=rank_routes(ids[r], group.shape)))
 
 
 def run_forward(
     group: Group, trips: list, x: list[Tensor], weights: list[Tensor], expand: bool, capacity: int, blocks=(2, 5)
 ):
-    """A first push on all ranks; capacity 0: each rank has just the rows that come, so ranks differ.
-
-    With a capacity one launch exchanges counts, too; without one a launch of its own does.
-    """
-    most = group.num_ranks * group.shape.max_tokens
-    if capacity:
-        for peers, trip in zip(group.peers, trips, strict=True):
-            trip.row_capacity, trip.unique_capacity = capacity, min(most, capacity)
-            peers.prepare(trip, row_bound=capacity, blocks=3)
-    else:
-        group.each(lambda r: group.peers[r].exchange(trips[r], row_bound=NO_BOUND, blocks=4))
-        group.sync()
-        for peers, trip in zip(group.peers, trips, strict=True):
-            trip.row_capacity, trip.unique_capacity = peers.plan_parts(trip.plan)["totals"].tolist()
+    """Exchange and push on all ranks; capacity 0: each rank has just the rows that come, so ranks differ."""
+    group.each(lambda r: group.peers[r].exchange(trips[r], row_bound=capacity or NO_BOUND))
+    group.sync()
+    for r, trip in enumerate(trips):
+        rows, unique = group.peers[r].plan_parts(trip.plan)["totals"].tolist()
+        most = group.num_ranks * group.shape.max_tokens
+        trip.row_capacity, trip.unique_capacity = (capacity, min(most, capacity)) if capacity else (rows, unique)
     received = group.each(lambda r: group.peers[r].push_first(x[r], weights[r], trips[r], expand=expand, blocks=blocks))
     group.sync()
     return received

@@ -13,7 +13,7 @@ from ..alarm_registry import launch_unlogged
 from ..config import DispatchConfig
 from ..expert_input import ExpertInput
 from ..faults import Fault, raise_faults
-from ..kernels.direct import Peers
+from ..kernels.direct import Peers, rank_routes
 from ..kernels.direct_types import MAX_RANKS, Codes, Shape, Trip
 from ..kernels.library import missing
 from ..routing import Routing
@@ -52,9 +52,8 @@ class Direct(Dispatcher):
     """One copy of a token to each rank that has experts for it; a rank adds up its routes and sends one row back.
 
     Counts are exchanged on the device, so each rank knows the exact place of every row at its destination: no atomics,
-    no host, and results that repeat bit for bit. With `capacity_factor` one launch does all of it and nothing waits for
-    the host, and rows are on their way while counts are exchanged; without it the host reads the counts once per
-    micro-batch, before rows are sent, and rows are as many as there are.
+    no host, and results that repeat bit for bit. With `capacity_factor` nothing waits for the host; without it the host
+    reads the counts once per micro-batch, and rows are as many as there are.
 
     Rows stay in peer memory only while the kernel that sent or received them runs, and all communication of a group
     has one order. So one block of peer memory, sized for max_tokens, serves every ticket in flight.
@@ -63,7 +62,7 @@ class Direct(Dispatcher):
 
     Order of sums: a rank adds a token's routes with k ascending in float32; what came over the link was rounded to x's
     dtype once; home adds ranks ascending, its own routes unrounded and one by one in their turn, and rounds at the end.
-    Backward does the same for x. Kept for backward: 4 R (T + max_tokens) + 8 T K + 4 U K bytes of integers.
+    Backward does the same for x. Kept for backward: 4 T (K + R) + 8 T K + 4 U K bytes of integers.
     """
 
     name: ClassVar[str] = "direct"
@@ -164,23 +163,22 @@ class Direct(Dispatcher):
             micro_batch=ticket.micro_batch,
             place=ticket.place,
             ids=ids_TK,
+            ranked=rank_routes(ids_TK, self.shape),
             bad_tokens=bad_tokens,
         )
 
-    def _settle(self, trip: Trip, blocks: Blocks, fault: tuple[int, int] = (0, 0)) -> None:
-        """Prepare the exchange of counts, or carry it out where the host reads them; sets plan and capacities.
+    def _exchange(self, trip: Trip, fault: tuple[int, int] = (0, 0)) -> None:
+        """Exchange counts on the current stream; sets plan, capacities, and counts where the host reads them.
 
-        Raises, where it reads: InputError, NonFiniteError, PeerError.
+        Raises, where it does: InputError, NonFiniteError, PeerError.
         """
-        factor, no_grad = self.config.capacity_factor, not torch.is_grad_enabled()
+        factor = self.config.capacity_factor
+        if factor is not None:
+            trip.row_capacity, trip.unique_capacity = capacities(factor, self.shape)
+        bound = _NO_BOUND if factor is None else trip.row_capacity
+        self._peers.exchange(trip, row_bound=bound, no_grad=not torch.is_grad_enabled(), host_fault=fault)
         if factor is None:
-            self._peers.exchange(trip, row_bound=_NO_BOUND, no_grad=no_grad, host_fault=fault, blocks=blocks.push[1])
             self._read(trip)
-            return
-        trip.row_capacity, trip.unique_capacity = capacities(factor, self.shape)
-        send, total = blocks.expand if self.expand else blocks.push
-        ranking = total if send == total else total - send
-        self._peers.prepare(trip, row_bound=trip.row_capacity, no_grad=no_grad, host_fault=fault, blocks=ranking)
 
     def _read(self, trip: Trip) -> None:
         """The host reads the plan: its one wait."""
@@ -214,8 +212,7 @@ class Direct(Dispatcher):
                 return (), []
             x = torch.empty((0, self.config.hidden_size), dtype=self.dtype, device=ids.device)
             weights = torch.empty((0, self.config.top_k), device=ids.device)
-            blocks = self._blocks(ticket)
-            push = Push(self._peers, trip, blocks, self.expand, lambda t: self._settle(t, blocks, fault))
+            push = Push(self._peers, trip, self._blocks(ticket), self.expand, lambda t: self._exchange(t, fault))
             return push.forward((x, weights))
 
         comm.launch(f"announcement of a fault of {ticket.where}", say).wait_on_host()
@@ -224,8 +221,7 @@ class Direct(Dispatcher):
         state: DirectState = ticket.state
         if self.group is not None:
             launch_unlogged(self.group)  # before it starts: the host may wait for counts inside
-        blocks = self._blocks(ticket)
-        push = Push(self._peers, state.trip, blocks, self.expand, lambda trip: self._settle(trip, blocks))
+        push = Push(self._peers, state.trip, self._blocks(ticket), self.expand, self._exchange)
         flight = Flight(push, self.comm(self._peers.device), f"dispatch of {ticket.where}", ticket.packed)
         ticket.payload = start(flight, *ticket.payload)
         ticket.state = replace(state, push=push, flight=flight)

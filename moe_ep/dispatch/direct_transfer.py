@@ -35,7 +35,7 @@ class Push:
     """Rows and weights to the experts' ranks. Its transpose brings rows' and weights' gradients back.
 
     Args:
-        settle: exchanges counts on the current stream, or prepares that; sets plan and capacities of the trip.
+        settle: exchanges counts on the current stream; sets plan and capacities of the trip.
 
     """
 
@@ -103,20 +103,16 @@ def capacities(factor: float, shape: Shape) -> tuple[int, int]:
 
 
 def default_blocks(device: torch.device, num_sms: int | None, *, beside_gemms: bool = False) -> Blocks:
-    """From the SMs that may be used: how many blocks send first; all move rows when they have sent.
+    """From the SMs that may be used: a third of a push sends, half of what gives back; all receive when they have sent.
 
-    From compute capability 9.0 on bulk copies send: eight blocks are nearly enough for a link, and a block that sends
-    also moves. Before, a warp that has sent a chunk waits until it has arrived, so sending takes a third of the blocks.
-    Half of them send what goes home, which they add up first.
+    A warp that has sent a chunk waits until it has arrived, so sending takes more blocks than would fill the link.
 
     Args:
         device: a GPU.
         num_sms: how many; None: all, or `SMS_BESIDE_GEMMS`.
         beside_gemms: whether micro-batches interleave, so that GEMMs run at the same time.
     """
-    properties = torch.cuda.get_device_properties(device)
-    total = properties.multi_processor_count
+    total = torch.cuda.get_device_properties(device).multi_processor_count
     wanted = (SMS_BESIDE_GEMMS if beside_gemms else total) if num_sms is None else num_sms
     most = _BLOCKS_OF_SM * min(wanted, total)
-    push = max(min(most // 2, 8), most // 8) if properties.major >= 9 else most // 3 or 1
-    return Blocks(push=(push, most), expand=(push, most), give_back=(most // 2, most))
+    return Blocks(push=(most // 3 or 1, most), expand=(most // 4 or 1, most), give_back=(most // 2, most))

@@ -35,7 +35,7 @@ def config(**changes: Any) -> DispatchConfig:
 def seeming_gpu(rank: int, place: Place | None = None, missing: str | None = None) -> Iterator[None]:
     """A rank with a GPU as far as anybody asks; memory that would be taken on it is an error."""
     with contextlib.ExitStack() as stack:
-        gpu = mock.Mock(multi_processor_count=132, major=9)
+        gpu = mock.Mock(multi_processor_count=132)
         said = {"is_available": True, "current_device": rank, "device_count": 2, "get_device_properties": gpu}
         for name, value in said.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, return_value=value))

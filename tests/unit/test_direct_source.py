@@ -1,7 +1,7 @@
 """The kernels of `direct` as they stand, compiled for the host: all ranks' threads are fibers that run in turn.
 
-Flags, waits between blocks and between ranks, and every index are real; bulk copies are played as late as they may be.
-Memory order and timing are for tests/gpu.
+Flags, waits between blocks and between ranks, and every index are real; memory order, timing and what is bulk copies on
+a GPU are for tests/gpu.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from moe_ep.kernels import direct
-from moe_ep.kernels.direct_types import Domain, Exchange, Push, Ranked, Return
+from moe_ep.kernels.direct_types import Domain, Exchange, Push, Return
 from torch import Tensor
 
 from tests.direct_domain import CASES, LOST, OVERFLOW, Case, Group, check_case, check_overflow, make_ids, make_trips
@@ -41,6 +41,19 @@ static int blocks_of_rank;  // the blocks of all ranks are one launch here, rank
 struct uint4 { unsigned x, y, z, w; };
 inline float __int_as_float(int bits) { float value; memcpy(&value, &bits, 4); return value; }
 template <typename T> T __ldcg(const T* at) { return *at; }
+inline int __syncthreads_or(int value) { return __syncthreads_count(value != 0) != 0; }
+inline uint64_t __shfl_sync(unsigned, uint64_t value, int from) {
+    return exchange(value, [from](uint64_t* v) { return v[from]; });
+}
+inline uint32_t __shfl_sync(unsigned all, uint32_t value, int from) {
+    return static_cast<uint32_t>(__shfl_sync(all, static_cast<uint64_t>(value), from));
+}
+inline char* block_shared() {
+    static std::map<int, std::vector<char>> memory;
+    auto& own = memory[current / blockDim.x];
+    own.resize(1 << 16);
+    return own.data();
+}
 inline void __nanosleep(unsigned) { to_scheduler(); }  // lets the other threads get on
 inline void __threadfence() { __sync_synchronize(); }
 inline void __threadfence_system() { __sync_synchronize(); }
@@ -57,74 +70,9 @@ inline float widen(float x) { return x; }
 template <typename T> T narrow(float x) { return x; }
 }
 """
-BULK = """
-#pragma once
-#include "direct.cuh"
-namespace moe_ep {
-namespace {
-inline char* block_shared() {
-    static std::map<int, std::vector<char>> memory;
-    auto& own = memory[current / blockDim.x];
-    own.resize(1 << 16);
-    return own.data();
-}
-inline uint4 load_l2_if(const uint4* at, bool wanted) { return wanted ? *at : uint4{}; }
-
-// Copies of a thread, each as late as it may be: a load comes when it is awaited, a store reads its stage when that is
-// awaited and writes when all of it is. A stage that is used twice at a time is an error.
-struct Load { uint32_t stage, bytes, barrier; const char* from; };
-struct Store { uint32_t stage, bytes; char* to; bool was_read; std::vector<char> data; };
-struct Copies { std::vector<Load> loads; std::vector<Store> stores; std::map<uint32_t, uint32_t> phases; };
-inline Copies& copies() {
-    static std::map<int, Copies> all;
-    return all[current];
-}
-inline void check(bool good, const char* what) {
-    if (good) return;
-    fprintf(stderr, "%s\\n", what);
-    abort();
-}
-inline uint32_t shared_address(const char* at) { return at - block_shared(); }
-inline void init_barrier(uint32_t barrier) { copies().phases[barrier] = 0; }
-inline void fence_barriers() {}
-inline void load_bulk(uint32_t stage, const char* from, uint32_t bytes, uint32_t barrier) {
-    for (auto& load : copies().loads) check(load.stage != stage, "two loads into one stage");
-    for (auto& store : copies().stores) check(store.was_read || store.stage != stage, "a load over what is stored");
-    check(bytes > 0 && bytes % 16 == 0 && stage % 16 == 0 && copies().phases.count(barrier), "no such load");
-    memset(block_shared() + stage, 0xee, bytes);
-    copies().loads.push_back({stage, bytes, barrier, from});
-}
-inline void await_load(uint32_t barrier, uint32_t parity) {
-    auto& loads = copies().loads;
-    const auto load = std::find_if(loads.begin(), loads.end(), [=](auto& l) { return l.barrier == barrier; });
-    check(load != loads.end() && (copies().phases[barrier]++ & 1) == parity, "nothing is loaded in that phase");
-    memcpy(block_shared() + load->stage, load->from, load->bytes);
-    loads.erase(load);
-}
-inline void store_bulk(char* to, uint32_t stage, uint32_t bytes) {
-    for (auto& load : copies().loads) check(load.stage != stage, "a store of what is not here yet");
-    copies().stores.push_back({stage, bytes, to, false});
-}
-inline void read_stages(size_t count) {
-    for (size_t i = 0; i < count; ++i) {
-        auto& store = copies().stores[i];
-        if (store.was_read) continue;
-        store.data.assign(block_shared() + store.stage, block_shared() + store.stage + store.bytes);
-        store.was_read = true;
-    }
-}
-inline void await_reads_but_last() { read_stages(std::max<size_t>(copies().stores.size(), 1) - 1); }
-inline void await_stores() {
-    __nanosleep(1);
-    read_stages(copies().stores.size());
-    for (auto& store : copies().stores) memcpy(store.to, store.data.data(), store.bytes);
-    copies().stores.clear();
-}
-}
-}
-"""
 MAIN = """
-#include "direct_move.cuh"
+#include "direct_layout.cuh"
+#include "direct_push.cuh"
 #include "direct_return.cuh"
 using namespace moe_ep;
 enum { kExchange, kPush, kReturn };
@@ -133,12 +81,12 @@ extern "C" int run(int what, Domain** domains, Exchange** exchanges, Push** push
                    int blocks, int late) {
     blocks_of_rank = blocks;
     try {
-        launch(ranks * blocks, kBlockThreads, [=] {
+        launch(ranks * blocks, 64, [=] {
             const int r = current / blockDim.x / blocks;
             for (int i = 0; r == late && i < 200; ++i) __nanosleep(1);
-            if (what == kExchange) settle_plan(*domains[r], *exchanges[r]);
-            if (what == kPush) push_rows(*domains[r], *exchanges[r], *pushes[r]);
-            if (what == kReturn) return_rows<float>(*domains[r], *returns[r]);
+            if (what == kExchange) direct_layout::exchange_counts(*domains[r], *exchanges[r]);
+            if (what == kPush) direct_push::push_rows(*domains[r], *pushes[r]);
+            if (what == kReturn) direct_return::return_rows<float>(*domains[r], *returns[r]);
         }, ranks * blocks);
     } catch (const std::exception& error) {
         fprintf(stderr, "%s\\n", error.what());
@@ -146,10 +94,29 @@ extern "C" int run(int what, Domain** domains, Exchange** exchanges, Push** push
     }
     return 0;
 }
+extern "C" void rank(const int64_t* ids, int num_tokens, int top_k, int num_experts, int num_ranks, int* route_rank,
+                     int* unique, int* counts) {
+    const int each = direct_layout::tokens_per_block(num_tokens);
+    blocks_of_rank = num_tokens == 0 ? 1 : ceil_div(num_tokens, each);
+    const direct_layout::Ranking all{ids, num_tokens, top_k, num_experts, num_ranks, each, route_rank, unique, counts};
+    launch(blocks_of_rank, kWarp * kWarps, [=] { direct_layout::rank_routes(all); }, blocks_of_rank);
+}
+extern "C" int per_block(int num_tokens) { return direct_layout::tokens_per_block(num_tokens); }
 extern "C" void sizes(int* sizes) {
     sizes[0] = sizeof(Domain), sizes[1] = sizeof(Exchange), sizes[2] = sizeof(Push), sizes[3] = sizeof(Return);
 }
 """
+
+
+def kernels_of(name: str) -> str:
+    """A source without its launches, in a namespace of its own; blocks of two warps."""
+    text = (KERNELS / f"{name}.cu").read_text()
+    for end in ("template <typename T>\nint launch(", "\n}  // namespace\n}  // namespace moe_ep\n"):
+        text = text.split(end)[0]
+    text = re.sub(r"namespace moe_ep \{\s+namespace \{", f"namespace moe_ep {{\nnamespace {name} {{", text)
+    text = re.sub(r"constexpr int kThreads = \d+;", "constexpr int kThreads = 64;", text)
+    shared = r"\1* \2 = reinterpret_cast<\1*>(block_shared());"
+    return re.sub(r"extern __shared__ ([^\n]*?) ?(\w+)\[\];", shared, text) + "\n}\n}\n"
 
 
 @pytest.fixture(scope="module")
@@ -158,20 +125,14 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
     if compiler is None:
         pytest.skip("no host C++ compiler (g++ or clang++) is installed")
     folder = tmp_path_factory.mktemp("source")
-    for name in ("direct_settle.cuh", "direct_send.cuh", "direct_move.cuh", "direct_return.cuh"):
-        shutil.copy(KERNELS / name, folder)
+    for name in ("direct_layout", "direct_push", "direct_return"):
+        (folder / f"{name}.cuh").write_text(kernels_of(name))
     shutil.copy(Path(__file__).with_name("host_block.cuh"), folder)
     text = (KERNELS / "direct.cuh").read_text()
     begin, end = text.index("__device__ __forceinline__ uint32_t load_acquire"), text.index("note_fault(const")
     end = text.rindex("\n", 0, end)
     (folder / "direct.cuh").write_text(text[:begin] + WORDS + text[end:])
     (folder / "common.cuh").write_text(COMMON)
-    block = (KERNELS / "direct_block.cuh").read_text()
-    for name, count in (("kBlockThreads", 64), ("kBulkWarps", 1)):
-        block, found = re.subn(rf"constexpr int {name} = \d+;", f"constexpr int {name} = {count};", block)
-        assert found == 1
-    (folder / "direct_block.cuh").write_text(block)
-    (folder / "direct_bulk.cuh").write_text(BULK)
     (folder / "main.cpp").write_text(MAIN)
     flags = ["-O2", "-std=c++17", "-shared", "-fPIC", "-w", "-fno-strict-aliasing"]
     flags.append("-U_FORTIFY_SOURCE")  # which forbids jumps between stacks
@@ -185,16 +146,13 @@ class HostGroup(Group):
     def __init__(self, library: Any, case: Case, late: int, timeout_s: float = 60.0) -> None:
         self.library, self.late = library, late
         self.asked: list[list[tuple[str, list[Any], int]]] = [[]]
-        self.held: list[Ranked] = []
         super().__init__(case, timeout_s, "cpu")
 
-    def hold(self, **fields: Any) -> Ranked:
-        """In the place of `Ranked`."""
-        self.held.append(Ranked(**fields))
-        return self.held[-1]
-
     def keep(self, name: str, anchor: Tensor, *arguments: Any) -> None:
-        """In the place of `launch`."""
+        """In the place of `launch`; ranking, which knows one rank alone, runs at once."""
+        if name == "moe_ep_direct_rank":
+            self.library.rank(*(ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else a for a in arguments))
+            return
         structs = []
         for argument in arguments:
             if hasattr(argument, "_obj"):
@@ -214,11 +172,12 @@ class HostGroup(Group):
 
     def run(self, together: Sequence[tuple[str, list[Any], int]]) -> None:
         what = ("moe_ep_direct_exchange", "moe_ep_direct_push", "moe_ep_direct_return").index(together[0][0])
+        blocks = 1 if what == 0 else together[0][2]
         columns = []
         for kind in (Domain, Exchange, Push, Return):
             found = [next((s for s in structs if isinstance(s, kind)), kind()) for _, structs, _ in together]
             columns.append((ctypes.POINTER(kind) * len(found))(*(ctypes.pointer(s) for s in found)))
-        assert self.library.run(what, *columns, len(together), together[0][2], self.late) == 0
+        assert self.library.run(what, *columns, len(together), blocks, self.late) == 0
 
     def sync(self) -> None:
         """Nothing is under way."""
@@ -231,7 +190,7 @@ def make(library: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., HostGro
     def made(case: Case, late: int = -1, timeout_s: float = 60.0) -> HostGroup:
         group = HostGroup(library, case, late, timeout_s)
         monkeypatch.setattr(direct, "launch", group.keep)
-        monkeypatch.setattr(direct, "Ranked", group.hold)  # memory goes back in stream order, which is later here
+        monkeypatch.setattr(direct, "tokens_per_block", lambda num_tokens, index: library.per_block(num_tokens))
         return group
 
     return made
@@ -254,19 +213,19 @@ def test_too_many_rows_are_a_fault_and_results_stay_defined(
 
 @pytest.mark.parametrize("expand", [False, True])
 def test_a_rank_that_never_comes_leaves_no_index(make: Callable[..., HostGroup], expand: bool) -> None:
+    """Rank 1 exchanges counts and sends nothing."""
     group = make(HERE["two"], timeout_s=0.1)
-    ids = make_ids(group.case, torch.Generator().manual_seed(0))
-    trip = make_trips(group, ids)[0]
+    trips = make_trips(group, make_ids(group.case, torch.Generator().manual_seed(0)))
+    trip, peers = trips[0], group.peers
+    group.each(lambda r: peers[r].exchange(trips[r], row_bound=400))
     trip.row_capacity, trip.unique_capacity = 400, 83
-    group.peers[0].prepare(trip, row_bound=400)
     x, weights = torch.ones(50, group.case.hidden), torch.ones(50, 4)
-    (received,) = group.each(lambda r: group.peers[r].push_first(x, weights, trip, expand=expand, blocks=(2, 5)), [0])
+    (received,) = group.each(lambda r: peers[r].push_first(x, weights, trip, expand=expand, blocks=(2, 5)), [0])
     assert (int(group.faults[0]) >> 56, int(group.faults[0]) & 0xFFFFFFFF) == (LOST, 1)
-    for left in (received.row_index, received.positions, trip.places):
+    for left in (received.row_index, received.positions):
         assert bool((left == -1).all())
-    parts = group.peers[0].plan_parts(trip.plan)
+    parts = peers[0].plan_parts(trip.plan)
     assert not parts["offsets"].any() and not parts["tokens"].any() and not parts["totals"].any()
-    assert parts["words"][1].tolist()[:2] == [LOST, 1]
 
 
 def test_structs_are_those_of_the_sources(library: Any) -> None:

@@ -1,64 +1,74 @@
-// `direct`, where every row goes: ranks inside blocks of tokens, the exchange of counts, and the plan.
+// `direct`, first part: where every row of this rank goes, and the exchange of counts.
+//
+// rank_routes  compute stream: ranks inside blocks of tokens, and each block's counts
+// exchange     comm stream, one block: scans the blocks' counts, tells every rank, and derives the exact places
 //
 // A row's place at its destination is a function of counts alone, so no rank asks another for room and results repeat.
-#pragma once
-
-#include "direct_block.cuh"
+#include "direct.cuh"
 
 namespace moe_ep {
 namespace {
 
+constexpr int kThreads = kWarp * kWarps;
+constexpr int kMaxTokenBlocks = 128;
+
+struct Ranking {
+    const int64_t* ids;  // [T, K]
+    int num_tokens, top_k, num_experts, num_ranks, per_block;
+    int *route_rank, *unique, *counts;  // [T, K], [T, R], [blocks, E + R + 1]
+};
+
 // Rank of each route among its block's routes to the same expert, in the order (token, k).
-__device__ void rank_in_expert(const Domain& d, const Exchange& x, int* histogram, int block, int first, int last) {
+__device__ void rank_in_expert(const Ranking& r, int* histogram, int first, int last) {
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-    const int per_warp = (last - first + kBlockThreads - 1) / kBlockThreads * kWarp;
+    const int per_warp = (last - first + kThreads - 1) / kThreads * kWarp;
     const int begin = min(last, first + warp * per_warp), end = min(last, begin + per_warp);
-    int* own = histogram + warp * d.num_experts;
+    int* own = histogram + warp * r.num_experts;
     for (int i = begin + lane; i < end; i += kWarp) {
-        const int64_t id = __ldg(x.ids + i);
-        if (id >= 0 && id < d.num_experts) atomicAdd(own + id, 1);
+        const int64_t id = __ldg(r.ids + i);
+        if (id >= 0 && id < r.num_experts) atomicAdd(own + id, 1);
     }
     __syncthreads();
-    for (int e = threadIdx.x; e < d.num_experts; e += blockDim.x) {
+    for (int e = threadIdx.x; e < r.num_experts; e += blockDim.x) {
         int running = 0;
-        for (int w = 0; w < kBlockWarps; ++w) {
-            const int count = histogram[w * d.num_experts + e];
-            histogram[w * d.num_experts + e] = running;
+        for (int w = 0; w < kWarps; ++w) {
+            const int count = histogram[w * r.num_experts + e];
+            histogram[w * r.num_experts + e] = running;
             running += count;
         }
-        x.block_counts[static_cast<int64_t>(block) * (d.num_experts + d.num_ranks + 1) + e] = running;
+        r.counts[static_cast<int64_t>(blockIdx.x) * (r.num_experts + r.num_ranks + 1) + e] = running;
     }
     __syncthreads();
     for (int start = begin; start < end; start += kWarp) {
         const int i = start + lane;
-        const int64_t id = i < end ? __ldg(x.ids + i) : -1;
-        const bool valid = id >= 0 && id < d.num_experts;
+        const int64_t id = i < end ? __ldg(r.ids + i) : -1;
+        const bool valid = id >= 0 && id < r.num_experts;
         const unsigned same = __match_any_sync(kAll, valid ? static_cast<int>(id) : -1);
         const int before = __popc(same & ((1u << lane) - 1));
         const int place = valid ? own[id] + before : -1;
         __syncwarp();
         if (valid && before == 0) own[id] += __popc(same);
         __syncwarp();
-        if (i < end) x.route_rank[i] = place;
+        if (i < end) r.route_rank[i] = place;
     }
 }
 
 // Rank of each token among its block's tokens with a route to the same rank.
-__device__ void rank_in_destination(const Domain& d, const Exchange& x, int block, int first, int last) {
-    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-    int* counts = x.block_counts + static_cast<int64_t>(block) * (d.num_experts + d.num_ranks + 1) + d.num_experts;
-    for (int rank = warp; rank < d.num_ranks; rank += kBlockWarps) {
+__device__ void rank_in_destination(const Ranking& r, int first, int last) {
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, num_local = r.num_experts / r.num_ranks;
+    int* counts = r.counts + static_cast<int64_t>(blockIdx.x) * (r.num_experts + r.num_ranks + 1) + r.num_experts;
+    for (int rank = warp; rank < r.num_ranks; rank += kWarps) {
         int running = 0;
         for (int start = first; start < last; start += kWarp) {
             const int t = start + lane;
             bool goes = false;
-            for (int k = 0; k < d.top_k && t < last; ++k) {
-                const int64_t id = __ldg(x.ids + static_cast<int64_t>(t) * d.top_k + k);
-                goes |= id >= 0 && id < d.num_experts && id / d.num_local == rank;
+            for (int k = 0; k < r.top_k && t < last; ++k) {
+                const int64_t id = __ldg(r.ids + static_cast<int64_t>(t) * r.top_k + k);
+                goes |= id >= 0 && id < r.num_experts && id / num_local == rank;
             }
             const unsigned all = __ballot_sync(kAll, goes);
             if (t < last)
-                x.unique[static_cast<int64_t>(t) * d.num_ranks + rank] =
+                r.unique[static_cast<int64_t>(t) * r.num_ranks + rank] =
                     goes ? running + __popc(all & ((1u << lane) - 1)) : -1;
             running += __popc(all);
         }
@@ -66,21 +76,22 @@ __device__ void rank_in_destination(const Domain& d, const Exchange& x, int bloc
     }
 }
 
-// Shared memory: a histogram [E] a warp, and the number of bad ids. All threads of the block take part.
-__device__ void rank_tokens(const Domain& d, const Exchange& x, int block, int* shared) {
-    int* bad = shared + kBlockWarps * d.num_experts;
-    for (int i = threadIdx.x; i <= kBlockWarps * d.num_experts; i += kBlockThreads) shared[i] = 0;
-    const int first = block * x.tokens_per_block, last = min(x.num_tokens, first + x.tokens_per_block);
+// Shared memory: a histogram [E] a warp, and the number of bad ids.
+__global__ void rank_routes(Ranking r) {
+    extern __shared__ int shared[];
+    int* bad = shared + kWarps * r.num_experts;
+    for (int i = threadIdx.x; i <= kWarps * r.num_experts; i += blockDim.x) shared[i] = 0;
+    const int first = blockIdx.x * r.per_block, last = min(r.num_tokens, first + r.per_block);
     __syncthreads();
-    rank_in_expert(d, x, shared, block, first * d.top_k, last * d.top_k);
-    rank_in_destination(d, x, block, first, last);
-    for (int i = first * d.top_k + threadIdx.x; i < last * d.top_k; i += kBlockThreads) {
-        const int64_t id = __ldg(x.ids + i);
-        if (id < -1 || id >= d.num_experts) atomicAdd(bad, 1);
+    rank_in_expert(r, shared, first * r.top_k, last * r.top_k);
+    rank_in_destination(r, first, last);
+    for (int i = first * r.top_k + threadIdx.x; i < last * r.top_k; i += blockDim.x) {
+        const int64_t id = __ldg(r.ids + i);
+        if (id < -1 || id >= r.num_experts) atomicAdd(bad, 1);
     }
     __syncthreads();
-    const int width = d.num_experts + d.num_ranks + 1;
-    if (threadIdx.x == 0) x.block_counts[static_cast<int64_t>(block) * width + width - 1] = *bad;
+    const int width = r.num_experts + r.num_ranks + 1;
+    if (threadIdx.x == 0) r.counts[static_cast<int64_t>(blockIdx.x) * width + width - 1] = *bad;
 }
 
 // Exclusive prefix over the blocks, in place; the totals go to shared memory.
@@ -90,7 +101,7 @@ __device__ void scan_blocks(const Exchange& x, int* totals, int width) {
         for (int b = 0; b < x.num_blocks; b += 8) {
             int counts[8];
 #pragma unroll
-            for (int j = 0; j < 8; ++j) counts[j] = b + j < x.num_blocks ? __ldcg(x.block_counts + (b + j) * width + c) : 0;
+            for (int j = 0; j < 8; ++j) counts[j] = b + j < x.num_blocks ? x.block_counts[(b + j) * width + c] : 0;
 #pragma unroll
             for (int j = 0; j < 8; ++j) {
                 if (b + j < x.num_blocks) x.block_counts[(b + j) * width + c] = running;
@@ -199,48 +210,63 @@ __device__ void note_words(const Domain& d, const Exchange& x, const int* counts
 }
 
 // One block. Shared memory: totals [E + R + 1].
-__device__ void exchange_counts(const Domain& d, const Exchange& x, uint32_t epoch, int* totals) {
+__global__ void exchange_counts(Domain d, Exchange x) {
+    extern __shared__ int totals[];
+    const uint32_t epoch = current_epoch(d);
     scan_blocks(x, totals, d.num_experts + d.num_ranks + 1);
     all_gather_counts(d, x, totals, epoch);
     const Plan plan(x.plan, d.num_experts, d.num_ranks, d.num_local);
     const int* counts = counts_of(d, d.rank, epoch);
-    for (int dest = threadIdx.x / kWarp; dest < d.num_ranks; dest += kBlockWarps) place_at(d, x, counts, dest, plan);
+    for (int dest = threadIdx.x / kWarp; dest < d.num_ranks; dest += blockDim.x / kWarp)
+        place_at(d, x, counts, dest, plan);
     place_unique(d, counts, plan);
     note_words(d, x, counts, plan);
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) store_release(d.epoch + 4, epoch);
+    end_operation(d, epoch);
 }
 
-// The next number of a counter, for the whole block.
-__device__ int take_for_block(uint32_t* counter, int* word) {
-    __syncthreads();
-    if (threadIdx.x == 0) *word = static_cast<int>(atomicAdd(counter, 1u));
-    __syncthreads();
-    return *word;
-}
-
-// Takes blocks of tokens and ranks them; whoever ends the last one exchanges counts. So nobody here waits for a block of
-// this rank, which may not run yet.
-__device__ void settle_counts(const Domain& d, const Exchange& x, uint32_t epoch) {
-    int* shared = reinterpret_cast<int*>(block_shared());
-    int* word = shared + kBlockWarps * d.num_experts + 1;
-    for (int block; (block = take_for_block(d.epoch + 3, word)) < x.num_blocks;) {
-        rank_tokens(d, x, block, shared);
-        __threadfence();
-        if (take_for_block(d.epoch + 5, word) != x.num_blocks - 1) continue;
-        __threadfence();
-        exchange_counts(d, x, epoch, shared);
-    }
-    __syncthreads();  // the memory is used for rows next
-}
-
-// Until the plan of this operation is there. No time limit: the block that makes it is at work, and its waits have one.
-__device__ inline void await_plan(const Domain& d, uint32_t epoch) {
-    if (threadIdx.x % kWarp == 0)
-        while (static_cast<int>(load_acquire(d.epoch + 4) - epoch) < 0) __nanosleep(kPause);
-    __syncwarp();
+int tokens_per_block(int num_tokens) {
+    const int64_t even = ceil_div(num_tokens, kMaxTokenBlocks);
+    return static_cast<int>(ceil_div(even < 1 ? 1 : even, kWarp) * kWarp);
 }
 
 }  // namespace
 }  // namespace moe_ep
+
+// Tokens that one block of moe_ep_direct_rank takes.
+extern "C" int moe_ep_direct_tokens_per_block(int num_tokens) { return moe_ep::tokens_per_block(num_tokens); }
+
+// ids int64 [T, K]; route_rank int32 [T, K]; unique int32 [T, R]; counts int32 [blocks, E + R + 1] with
+// blocks = max(1, ceil(T / tokens_per_block)). Returns a cudaError_t.
+extern "C" int moe_ep_direct_rank(const int64_t* ids, int num_tokens, int top_k, int num_experts, int num_ranks,
+                                  int* route_rank, int* unique, int* counts, cudaStream_t stream) {
+    using namespace moe_ep;
+    const int per_block = tokens_per_block(num_tokens);
+    const int blocks = num_tokens == 0 ? 1 : static_cast<int>(ceil_div(num_tokens, per_block));
+    const size_t bytes = sizeof(int) * (static_cast<size_t>(kWarps) * num_experts + 1);
+    if (num_experts < 1 || bytes > 200 * 1024) return cudaErrorInvalidValue;
+    if (bytes > 48 * 1024) {
+        const auto error = cudaFuncSetAttribute(rank_routes, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                static_cast<int>(bytes));
+        if (error) return error;
+    }
+    const Ranking ranking{ids, num_tokens, top_k, num_experts, num_ranks, per_block, route_rank, unique, counts};
+    rank_routes<<<blocks, kThreads, bytes, stream>>>(ranking);
+    return launched();
+}
+
+// Fills the plan, int32 [E + 7R + 2L + 3]. Returns a cudaError_t.
+extern "C" int moe_ep_direct_exchange(const moe_ep::Domain* domain, const moe_ep::Exchange* exchange,
+                                      cudaStream_t stream) {
+    using namespace moe_ep;
+    const size_t bytes = sizeof(int) * (domain->num_experts + domain->num_ranks + 1);
+    exchange_counts<<<1, 1024, bytes, stream>>>(*domain, *exchange);
+    return launched();
+}
+
+// Bytes of the structs that cross the C interface, so that the caller can check its own.
+extern "C" void moe_ep_direct_sizes(int* sizes) {
+    sizes[0] = sizeof(moe_ep::Domain);
+    sizes[1] = sizeof(moe_ep::Exchange);
+    sizes[2] = sizeof(moe_ep::Push);
+    sizes[3] = sizeof(moe_ep::Return);
+}
