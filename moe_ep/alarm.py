@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from .errors import PeerError
 from .meeting import Launches, Meeting
-from .peers import is_everywhere, is_lost_peer, mark_everywhere
+from .peers import is_everywhere, is_lost_peer, mark_everywhere, mark_heard
 from .settlement import PATIENCE_S, Outcome, Party, Settlement, first_error
 from .watched_groups import StartCall, WatchedGroups
 
@@ -147,7 +147,9 @@ class Alarm:
 
     def peer_error(self) -> PeerError:
         """What another rank had to say, for this one to raise."""
-        return PeerError(self.given_up or self._sentence())
+        err = PeerError(self.given_up or self._sentence())
+        mark_heard(err)
+        return err
 
     def explain(self, err: BaseException) -> None:
         """Raise what another rank had to say before it left, where `err` only says that it is gone.

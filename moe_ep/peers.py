@@ -18,6 +18,7 @@ _GLOO = re.compile(r"\[\S+\.cc:\d+\] ")
 _EVERYWHERE = "raised_on_all_ranks"
 _REPORTED = "reported_with_counts"
 _OUT_OF_STEP = "ranks_out_of_step"
+_HEARD = "heard_from_another_rank"
 _EARLY_STOP = "_StopRecomputationError"  # how torch's activation checkpoint leaves its second pass; nothing failed
 
 
@@ -74,6 +75,16 @@ def mark_out_of_step(err: Exception) -> None:
 def is_out_of_step(err: BaseException) -> bool:
     """Whether all ranks raise it and have to be brought to the same number of collectives first."""
     return getattr(err, _OUT_OF_STEP, False)
+
+
+def mark_heard(err: PeerError) -> None:
+    """Say that another rank was heard to have stopped, whatever this rank was about to do."""
+    setattr(err, _HEARD, True)
+
+
+def is_heard(err: BaseException) -> bool:
+    """Whether it says what another rank had to say, be it that this one has a fault."""
+    return getattr(err, _HEARD, False)
 
 
 def is_early_stop(err: BaseException) -> bool:

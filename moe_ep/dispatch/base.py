@@ -20,9 +20,10 @@ from ..config_checks import check_num_micro_batches
 from ..eager import eager
 from ..errors import InputError, MoEError, PeerError, ProtocolError, RecipeError
 from ..expert_input import ExpertInput
-from ..faults import Fault
+from ..fault_words import routing_status
+from ..faults import Fault, describe
 from ..order import in_stage, told
-from ..peers import is_out_of_step, is_reported, mark_everywhere, mark_reported
+from ..peers import is_heard, is_out_of_step, is_reported, mark_everywhere, mark_reported
 from ..routing import Routing
 from ..schedule_steps import Link
 from ..tracing import stage_range
@@ -130,6 +131,8 @@ class Dispatcher(Resources, ABC):
         if self.num_lane_ints:
             ticket.lend(*self.lanes.borrow(x_TH.device))
         row_bytes = x_TH.shape[1] * x_TH.element_size()
+        ticket.bad_tokens = routing.bad_tokens
+        self._tickets.add(ticket)
         ticket.note_layout(routing.expert_ids, self.config.num_experts, self.num_ranks, self.rank, row_bytes)
         self._run(ticket, Stage.DISPATCH_PREPROCESS, lambda: self._dispatch_preprocess(ticket, x_TH, routing))
         return ticket
@@ -238,7 +241,17 @@ class Dispatcher(Resources, ABC):
                 f"{ticket.where}: dispatcher {self.name!r} holds {most} micro-batch(es) in flight, and "
                 f"{', '.join(sorted(live))} is under way; finish it first or take another dispatcher"
             )
-        self._tickets.add(ticket)
+
+    def _own_fault(self) -> MoEError | None:
+        """A fault of this rank's routings that are on their way, of which another rank may have been told first."""
+        for ticket in sorted((t for t in self._tickets if t.is_under_way), key=lambda t: t.place):
+            ids, num_experts = ticket.expert_ids, self.config.num_experts
+            weights = torch.zeros(ids.shape, device=ids.device)
+            routing = Routing(expert_ids=ids, weights=weights, num_experts=num_experts, bad_tokens=ticket.bad_tokens)
+            code, value = routing_status(routing, duplicates=self.capabilities.duplicates).tolist()
+            if code:
+                return _everywhere(describe(code, value, ticket.where, num_experts))
+        return None
 
     def _run(self, ticket: Ticket, stage: Stage, fn: Callable[[], T]) -> T:
         waits = stage_waits(ticket, stage)
@@ -247,7 +260,10 @@ class Dispatcher(Resources, ABC):
             with stage_range(stage.label, ticket.layer, ticket.micro_batch), waits, noted:
                 result = fn()
         except BaseException as err:
+            own = self._own_fault() if is_heard(err) else None
             ticket.release()
+            if own is not None:
+                raise own from err
             if isinstance(err, PeerError):
                 told(err, self.group)
             if is_out_of_step(err) or (ticket.counts_cross and is_reported(err)):

@@ -64,7 +64,7 @@ class Resources:
         self._order: Order | None = None
         if debug().checks:
             self._order = open_order(group, self.alarm, self._early_group, self.row_group)
-        self._tickets: weakref.WeakSet[Ticket] = weakref.WeakSet()  # where their number is limited
+        self._tickets: weakref.WeakSet[Ticket] = weakref.WeakSet()
         self._faults: FaultRecord | None = None
         self._device: torch.device | None = None  # of the last micro-batch
         self.companions: dict[Any, Closing] = {}  # what lives as long as this, such as the replicas of its layers

@@ -59,12 +59,14 @@ class Ticket:
         packed: of the payload, between two stages.
         counts_cross: the counts of later micro-batches travel before this one's are read.
         recorded: whether gradients were recorded when it was made.
+        bad_tokens: int64 [], of the routing: tokens whose logits were not finite; None: not known to be any.
     """
 
     __slots__ = (
         "__weakref__",
         "_layout_args",
         "_return_lane",
+        "bad_tokens",
         "counts_cross",
         "lane",
         "layer",
@@ -107,6 +109,7 @@ class Ticket:
         self.waits = waits
         self.counts_cross = False
         self.recorded = torch.is_grad_enabled()
+        self.bad_tokens: Tensor | None = None
         self._return_lane: Callable[[], Any] | None = None
         self._layout_args: tuple[Any, ...] | None = None
 
@@ -142,6 +145,11 @@ class Ticket:
     def note_layout(self, *args: Any) -> None:
         """Arguments of `layout_stats`, kept until the ticket is released."""
         self._layout_args = args
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether it has a routing and is not released."""
+        return self.stage is not Stage.RELEASED and self._layout_args is not None
 
     @property
     def expert_ids(self) -> Tensor:

@@ -6,9 +6,12 @@ launch, or every later one is shifted.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_ep import CapacityError, DominoStack, NonFiniteError, PeerError, raise_on_all_ranks, recompute_region
+from moe_ep.alarm import PERIOD_S
+from moe_ep.in_flight import InFlight
 from moe_ep.schedule import schedule
 from moe_ep.schedule_steps import Kind
 from moe_ep.testing.ranks import RankPool
@@ -50,7 +55,25 @@ FAULTS: dict[str, tuple[Callable[[Tensor], Tensor], type[Exception]]] = {
 }
 
 
-def body(group: dist.ProcessGroup, rank: int, dispatcher: str, name: str) -> None:
+@contextlib.contextmanager
+def late(is_late: bool) -> Iterator[None]:
+    """Counts are read so late that the other rank has read them, raised and been heard."""
+
+    def waiting(call: Any) -> Any:
+        def wait(flight: InFlight) -> Any:
+            if flight.what.startswith("exchange of "):
+                time.sleep(1.5 * PERIOD_S)
+            return call(flight)
+
+        return wait
+
+    with contextlib.ExitStack() as patches:
+        for name in ("wait", "wait_on_host") if is_late else ():
+            patches.enter_context(mock.patch.object(InFlight, name, waiting(getattr(InFlight, name))))
+        yield
+
+
+def body(group: dist.ProcessGroup, rank: int, dispatcher: str, name: str, is_late: bool = False) -> None:
     spoil, kind = FAULTS[name]
     model = small_stack(group, dict(dispatcher=dispatcher), dense=(False, False))
     layer: Any
@@ -67,7 +90,8 @@ def body(group: dist.ProcessGroup, rank: int, dispatcher: str, name: str) -> Non
                 return (spoil(args[0]), *args[1:]) if next(calls) == at else None
 
             hooked = model.layers[0].moe.router.register_forward_pre_hook(hook) if rank == 1 else None  # type: ignore[union-attr]
-            with pytest.raises(kind if rank == 1 else PeerError, match="" if rank == 1 else "rank 1 "):
+            raised = pytest.raises(kind if rank == 1 else PeerError, match="" if rank == 1 else "rank 1 ")
+            with raised, late(is_late and rank == 1):
                 step(model, xs, group)
             if hooked is not None:
                 hooked.remove()
@@ -78,6 +102,11 @@ def body(group: dist.ProcessGroup, rank: int, dispatcher: str, name: str) -> Non
 @pytest.mark.parametrize("dispatcher", ["all2all", "agrs"])
 def test_a_fault_that_others_read_later(pool: RankPool, dispatcher: str, name: str) -> None:
     pool.run(body, dispatcher, name)
+
+
+@pytest.mark.parametrize("dispatcher", ["all2all", "agrs"])
+def test_a_rank_that_hears_of_its_own_fault_first_from_another_raises_its_own(pool: RankPool, dispatcher: str) -> None:
+    pool.run(body, dispatcher, "not finite", True)
 
 
 @pytest.mark.parametrize("num", [1, 2, 3])
