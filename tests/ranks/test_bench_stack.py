@@ -135,7 +135,7 @@ def test_every_variant_has_a_row(pool: RankPool, level: str) -> None:
 REPLICAS = replace(STACK, skews=(1.0, 1.6), replica_slots=(0, 2))
 
 
-@pytest.mark.parametrize("level", ["stack", "step"])
+@pytest.mark.parametrize("level", ["stack", pytest.param("step", marks=pytest.mark.slow)])
 def test_copies_of_hot_experts_placed_for_each_micro_batch_and_for_all(pool: RankPool, level: str) -> None:
     """Both in one run, right, their gradients held to those without copies, and a line on which one is faster."""
     options = replace(REPLICAS, dispatchers=("agrs",), levels=(level,), micro_batches=(1, 2))

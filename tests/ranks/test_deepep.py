@@ -30,10 +30,16 @@ SAME_EXPANDED = {
 }
 
 
+# of a router that another dispatcher needs: routings like others here
+GROUPED = "grouped-static-rows-"
+LONG = "one-expert-per-rank-30-steps"
+
+
 def in_fast_tier(form: str, case: contract.Case) -> bool:
     kind = case.name.split("/")[0]
-    own = kind in OWN_OF_V2 and not (form == "v2" and kind in SAME_EXPANDED)
-    return case.num_ranks == 2 and (form == "v1" or own)
+    if case.num_ranks != 2 or kind.startswith(GROUPED) or kind == LONG:
+        return False
+    return form == "v1" or (kind in OWN_OF_V2 and not (form == "v2" and kind in SAME_EXPANDED))
 
 
 CELLS = [

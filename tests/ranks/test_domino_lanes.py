@@ -79,10 +79,10 @@ def left_over(group: dist.ProcessGroup, rank: int, steps: int, num: int, region:
 @pytest.mark.parametrize(
     ("steps", "num", "ahead", "recompute", "early_stop"),
     [
-        (50, 2, False, False, True),
-        (50, 2, True, False, True),
-        (50, 2, True, True, True),
-        (50, 2, False, True, False),
+        (25, 2, False, False, True),
+        (25, 2, True, False, True),
+        (25, 2, True, True, True),
+        (25, 2, False, True, False),
         pytest.param(200, 2, True, True, True, marks=pytest.mark.slow),
         pytest.param(200, 3, False, False, True, marks=pytest.mark.slow),
         pytest.param(200, 3, True, True, False, marks=pytest.mark.slow),
