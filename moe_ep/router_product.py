@@ -3,8 +3,8 @@
 On a GPU with the kernels, bfloat16 rows meet the weights in the tensor cores: a float32 weight is the sum of three
 bfloat16 parts, a product of two bfloat16 numbers fits float32, and sums are taken in float32. Nothing is lost but what
 the tensor cores cut off where they add, which grows with the columns: 2e-6 of the logits' norm for 2048 of them, 8e-6
-for 7168 (tools/results/router-H200.jsonl), where bfloat16 weights would lose 2e-3. float32's own product is ten times
-as exact, and takes five times as long with the copy of the rows that it needs; `kernels = "torch"` takes it.
+for 7168 (tools/results/router-H200.jsonl), where bfloat16 weights would lose 2e-3. float32's own product is more exact,
+and takes five times as long with the copy of the rows that it needs; `kernels = "torch"` takes it.
 """
 
 from __future__ import annotations
