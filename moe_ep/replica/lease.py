@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..errors import ProtocolError
+from ..errors import InputError, ProtocolError
 from .flight import Tensors
 from .lanes import SlotLane
 from .plan import Plan
@@ -39,14 +39,19 @@ class Lease:
         self._late: tuple[Plan, SlotLane, bool, bool] | None = None
         self._replicas = None if masters is None else WithReplicas(masters, self.where, users)
 
-    def check_unused(self) -> None:
-        """Refuse a lease that was routed before.
+    def check_unused(self, num_routings: int) -> None:
+        """Refuse a lease that was routed before, or made for another number of micro-batches.
 
         Raises:
-            ProtocolError: it has a plan.
+            ProtocolError: it has a plan. InputError: the numbers of both.
         """
         if self.plans:
             raise ProtocolError(f"{self.where}: this lease has a plan already; open one for each layer and micro-batch")
+        if num_routings != self.users:
+            raise InputError(
+                f"{self.where}: {num_routings} routings for a lease that {self.users} micro-batch(es) share; give one "
+                "of each, or open the lease with that number of users"
+            )
 
     def begin(self, plans: list[Plan], placed: Plan, lane: SlotLane, *, second_pass: bool, trained: bool) -> None:
         """Take the plans, and send the weights on their way as `placed` says, if they are there.

@@ -132,14 +132,14 @@ class ReplicaRuntime:
         """Routings of the lease's micro-batches to physical experts; weight_sync is launched. Collective.
 
         Raises:
-            InputError, NonFiniteError: a fault of this rank's routing (where the host reads it).
+            InputError, NonFiniteError: a fault of this rank's routing (where the host reads it), or another number.
             PeerError: a fault of another rank's, a lost rank, or an exception of another rank in here. PlanError: loads
                 that cannot be planned, or plans that differ between ranks; on every rank.
             ProtocolError: no slots are free, the lease has a plan, or the dispatcher was closed.
         """
         try:
             self._check_open(lease.where)
-            lease.check_unused()
+            lease.check_unused(len(routings))
             device = routings[0].expert_ids.device
             planned: Planned = replayed(lambda: self._plan(lease, routings, device))
             lane = self._lanes.at(planned.lane, device)

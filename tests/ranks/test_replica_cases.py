@@ -309,6 +309,9 @@ def misuse(group: dist.ProcessGroup, rank: int) -> list[str]:
     lease.take((layer.experts.w_gate_up, layer.experts.w_down))
     said.append(said_by(lambda: lease.take((layer.experts.w_gate_up, layer.experts.w_down))))
     lease.release()
+    for routings in ([], [again.routing] * 2):
+        fresh = layer.replicas.open(None, 0)  # type: ignore[union-attr]
+        said.append(said_by(lambda: layer.replicas.route(fresh, routings)))  # type: ignore[union-attr]  # noqa: B023
     late = Lease(None, 0, 0, 1, 1)
     said.append(said_by(lambda: late.take((layer.experts.w_gate_up, layer.experts.w_down))))
     flights = [layer.launch_dispatch(x, micro_batch=i) for i in range(3)]  # as many slots as the index says
@@ -319,10 +322,12 @@ def misuse(group: dist.ProcessGroup, rank: int) -> list[str]:
 
 
 def test_a_lease_kept_used_twice_or_taken_early_is_named(pool: RankPool) -> None:
-    for overrun, leak, reuse, twice, early in pool.run(misuse, num_ranks=2):
+    for overrun, leak, reuse, twice, none, two, early in pool.run(misuse, num_ranks=2):
         assert overrun.startswith("ProtocolError: layer 0, micro-batch 0: no replica slots are free: layer 0, micro-ba")
         assert "holds them in forward until its experts have run" in overrun
         assert leak.startswith("ProtocolError: replica slots were not given back at the end of a step: layer 0")
         assert reuse.startswith("ProtocolError: layer 0, micro-batch 0: this lease has a plan already")
         assert twice.startswith("ProtocolError: layer 0, micro-batch 0: take comes once for each micro-batch")
+        for number, said in ((0, none), (2, two)):
+            assert f"{number} routings for a lease that 1 micro-batch(es) share; give one of each" in said
         assert early.startswith("ProtocolError: layer 0, micro-batch 0: its experts run before it was routed")
