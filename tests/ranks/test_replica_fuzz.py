@@ -31,11 +31,12 @@ class Setting(NamedTuple):
     recompute: bool
     frozen: int | None  # the rank whose experts are
     masked: bool
+    evaluated: bool  # between forward and backward
 
 
 def setting(seed: int, num_ranks: int) -> Setting:
     chance = random.Random(seed)
-    num_local, num = chance.choice((1, 2, 3)), chance.choice((1, 2, 3))
+    num_local, num = chance.choice((1, 2, 3)), chance.choice((1, 2, 3, 4))
     num_experts = num_ranks * num_local
     replica: dict[str, Any] = dict(slots=chance.randint(1, num_experts - num_local))
     if replica["slots"] >= num_local and chance.random() < 0.3:
@@ -54,11 +55,13 @@ def setting(seed: int, num_ranks: int) -> Setting:
     )
     tokens = [[chance.choice(TOKENS) for _ in range(num_ranks)] for _ in range(num)]
     frozen = chance.choice((None, None, 0))
-    return Setting(changes, replica, tokens, chance.random() < 0.5, frozen, chance.random() < 0.3)
+    return Setting(
+        changes, replica, tokens, chance.random() < 0.5, frozen, chance.random() < 0.3, chance.random() < 0.5
+    )
 
 
 def run(group: dist.ProcessGroup, rank: int, chosen: Setting, replica: dict[str, Any], seed: int) -> tuple[Any, int]:
-    """Outputs and gradients of two steps, and copies on this rank."""
+    """Outputs of two steps, their added gradients, and copies on this rank."""
     model = small_stack(group, chosen.changes | dict(replica=replica), dense=(False, False)).double()
     for layer in moe_layers(model):
         layer.router.weight.data *= 8  # or nothing is popular
@@ -73,6 +76,9 @@ def run(group: dist.ProcessGroup, rank: int, chosen: Setting, replica: dict[str,
         valid = [torch.arange(len(x)) % 3 != 1 if chosen.masked else None for x in xs]
         with raise_on_all_ranks(group):
             ys, auxes = model(xs, valid)
+            if chosen.evaluated:
+                with torch.no_grad():
+                    model(xs, valid)
             torch.stack([loss_of(y, said) / 1000 for y, said in zip(ys, auxes, strict=True)]).sum().backward()
         outputs += [y.detach() for y in ys]
         copies += sum(int(aux.replicas) for said in auxes for aux in said)
